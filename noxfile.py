@@ -50,7 +50,7 @@ CORE = [
     *sorted(path.as_posix() for path in SOURCES.glob("*.py") if path.name != "__main__.py"),
     *(f"{SOURCES}/{name}" for name in ("policies", "_formats", "_eager", "checkpoint")),
 ]
-TOOLS = [f"{SOURCES}/{name}" for name in ("diagnose", "demo", "__main__.py")]
+TOOLS = [f"{SOURCES}/{name}" for name in ("diagnose", "demo", "_run_script", "__main__.py")]
 EVERYWHERE = sorted(path.as_posix() for path in Path("tests/diagnose").glob("*/test_frameworks.py"))
 TRAINERS = ["lightning", "accelerate", "transformers"]
 

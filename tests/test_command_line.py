@@ -13,7 +13,7 @@ from tests.support.long_run import write_long_run
 pytest.importorskip("matplotlib", reason="the report is drawn with it")
 pytest.importorskip("rich", reason="the terminal is written to with it")
 
-COMMANDS = "demo", "convert", "report", "explain", "compare", "watch", "simulate", "doctor"
+COMMANDS = ["run", "demo", "convert", "report", "explain", "compare", "watch", "simulate", "doctor"]
 
 
 @pytest.fixture

@@ -48,6 +48,10 @@ def test_importing_it_imports_nothing_but_numpy_and_the_standard_library(module)
     assert beyond_numpy - sys.stdlib_module_names == {"gradscaler"}
 
 
+def test_numpy_is_left_to_the_script_that_may_set_its_threads_first():
+    assert "numpy" not in roots_tried_by_importing("gradscaler")
+
+
 def test_every_public_name_is_there():
     assert [name for name in gradscaler.__all__ if not hasattr(gradscaler, name)] == []
 

@@ -59,7 +59,10 @@ TABLE = {
     "diagnose": ROOMS | {"diagnose._locate", "diagnose._monitor"},
     "demo": {"_frameworks", "torch", "diagnose", "diagnose.report"},
     "_doctor": {"_frameworks", "gradscaler"},
-    "__main__": {"_atomic", "_doctor", "_frameworks", "gradscaler", "checkpoint", "demo"}
+    "_run_script": {"torch", "diagnose"}
+    | {"diagnose._locate", "diagnose._graph", "diagnose._monitor"},
+    "__main__": {"_atomic", "_doctor", "_frameworks", "_run_script", "gradscaler", "checkpoint"}
+    | {"demo"}
     | {"diagnose", "diagnose.report", "diagnose.simulate", "diagnose._logs"},
 }
 
@@ -70,6 +73,7 @@ PRIVATE = {
     "policies._presets": EVERYONE,
     "policies._spelling": EVERYONE,
     "checkpoint._files": {"__main__"},
+    "torch._install": {"_run_script"},
     "diagnose._logs": {"__main__"},
     "diagnose.report._content": {"__main__", "diagnose._logs", "diagnose.simulate"},
     "diagnose.report._picture": {"demo"},

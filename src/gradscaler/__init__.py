@@ -2,12 +2,12 @@
 
 This package's top level imports no framework. It has the policies (rules for the next loss scale),
 the record of a step, and the errors. The scalers are in ``gradscaler.torch`` and its siblings, each
-of which is imported, with its framework, when it is first used.
+of which is imported, with its framework, when it is first used; policies with NumPy, in the same
+way.
 """
 
 import inspect
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from gradscaler._frameworks import FRAMEWORKS, SCALERS
@@ -18,7 +18,16 @@ from gradscaler.errors import (
     ScaleMismatchError,
 )
 from gradscaler.outcome import NonfiniteGradient, StepOutcome
-from gradscaler.policies import AmaxScale, AmaxState, DynamicScale, FixedScale, Policy, ScaleState
+
+if TYPE_CHECKING:
+    from gradscaler.policies import (
+        AmaxScale,
+        AmaxState,
+        DynamicScale,
+        FixedScale,
+        Policy,
+        ScaleState,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,13 +45,17 @@ __all__ = [
     "StepOutcome",
 ]
 
+_SUBMODULES = *FRAMEWORKS, "checkpoint", "diagnose", "policies"
+
 
 if not TYPE_CHECKING:  # or type checkers would take any attribute for a module
 
-    def __getattr__(name: str) -> ModuleType:
-        """Import a submodule when it is first used; the error names the places of a scaler."""
-        if name in (*FRAMEWORKS, "checkpoint", "diagnose"):
+    def __getattr__(name: str) -> object:
+        """Import a submodule or a policy at its first use; the error names a scaler's places."""
+        if name in _SUBMODULES:
             return import_module(f"{__name__}.{name}")
+        if name in __all__:
+            return getattr(import_module(f"{__name__}.policies"), name)
         message = f"module {__name__!r} has no attribute {name!r}"
         if name in SCALERS:
             message += "; write " + " or ".join(f"{__name__}.{i}.{name}" for i in SCALERS[name])

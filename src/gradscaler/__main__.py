@@ -13,12 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradscaler import __version__, checkpoint
+from gradscaler import __version__
 from gradscaler._frameworks import install_command
-from gradscaler.checkpoint import _files
-from gradscaler.diagnose import read_run
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `run` must not import NumPy before the script has set its environment
     from gradscaler.diagnose.report._content import Content
 
 
@@ -26,8 +24,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, and return its exit status.
 
     The status is 0 for success, 1 for a failure, 2 for wrong arguments and 130 for Ctrl-C. If the
-    reader of the output has ended, such as ``| head -1``, it is 1, without a message.
+    reader of the output has ended, such as ``| head -1``, it is 1, without a message. A script ends
+    as under ``python``.
     """
+    given = sys.argv[1:] if arguments is None else arguments
+    if given and given[0] == "run":
+        return _run_script(given[1:])
     try:
         try:
             return _run(arguments)
@@ -62,6 +64,10 @@ _EXAMPLES = {
     "simulate": " run.jsonl --policy torch --policy 'AmaxScale(margin=10)'",
     "doctor": "",
 }
+_LOGS = (
+    "explain takes the run files of the ranks of one run, or a single log of another tool: explain "
+    "each log by itself"
+)
 _RUNS = "the file to read, or one file of each rank"
 _OUTPUT = "a page (.html) or a picture (.png) to write"
 
@@ -70,14 +76,32 @@ class _FailedError(Exception):
     """A command failed; the message says why."""
 
 
+def _program() -> str:
+    """How the command line was started."""
+    return "gradscaler" if Path(sys.argv[0]).stem == "gradscaler" else "python -m gradscaler"
+
+
+def _run_script(arguments: Sequence[str]) -> int:
+    from gradscaler._run_script import run
+    from gradscaler._run_script.options import add_options
+
+    parser = argparse.ArgumentParser(prog=f"{_program()} run", allow_abbrev=False)
+    add_options(parser)
+    return run(parser, parser.parse_args(arguments))
+
+
 def _parser() -> argparse.ArgumentParser:
-    is_script = Path(sys.argv[0]).stem == "gradscaler"
+    from gradscaler import checkpoint
+    from gradscaler._run_script.options import add_options
+
     parser = argparse.ArgumentParser(
-        prog="gradscaler" if is_script else "python -m gradscaler",
-        description="Loss scaling for mixed-precision training.",
+        prog=_program(), description="Loss scaling for mixed-precision training."
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
+
+    run = commands.add_parser("run", help="run a training script as it is, and say why it fails")
+    add_options(run)
 
     demo = commands.add_parser(
         "demo",
@@ -199,8 +223,9 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("-o", "--output", type=Path, help=_OUTPUT)
     simulate.set_defaults(run=partial(_simulate, simulate))
 
-    for name, command in commands.choices.items():
-        command.epilog = f"example: {command.prog}{_EXAMPLES[name]}"
+    for name, example in _EXAMPLES.items():
+        command = commands.choices[name]
+        command.epilog = f"example: {command.prog}{example}"
     return parser
 
 
@@ -219,6 +244,9 @@ def _demo(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
 
 
 def _convert(parsed: argparse.Namespace) -> None:
+    from gradscaler import checkpoint
+    from gradscaler.checkpoint import _files
+
     place = parsed.source
     try:
         saved = _files.load(place, parsed.key)
@@ -248,7 +276,7 @@ def _convert(parsed: argparse.Namespace) -> None:
 def _report(parsed: argparse.Namespace) -> None:
     place = None
     try:
-        from gradscaler.diagnose import report
+        from gradscaler.diagnose import read_run, report
 
         run = read_run(*parsed.sources)
         place = parsed.output
@@ -269,10 +297,12 @@ def _explain(parsed: argparse.Namespace) -> None:
 
 def _content_of(sources: Sequence[Path]) -> Content:
     """The content of a report on the files of one run, or on the log of another tool."""
-    from gradscaler.diagnose import _logs
+    from gradscaler.diagnose import _logs, read_run
     from gradscaler.diagnose.report._content import content_of
 
-    if len(sources) > 1 or not _logs.may_be_log(sources[0]):
+    if len(sources) > 1 and any(map(_logs.may_be_log, sources)):
+        raise ValueError(_LOGS)
+    if not _logs.may_be_log(sources[0]):
         return content_of(read_run(*sources))
     log = _logs.read_log(sources[0])
     if log is not None:
@@ -337,7 +367,7 @@ def _simulate(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> No
         parser.error(f"argument --policy: {error}")
     place = None
     try:
-        from gradscaler.diagnose import report
+        from gradscaler.diagnose import read_run, report
         from gradscaler.diagnose.report._terminal import Printed, console_of
 
         run = read_run(parsed.source)
@@ -423,6 +453,8 @@ def _writable(text: str) -> Path:
     record = path.with_suffix(".jsonl")
     try:
         if record.exists():
+            from gradscaler.diagnose import read_run
+
             read_run(record)  # only a run may be replaced
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"would replace {str(record)!r}: {error}") from None

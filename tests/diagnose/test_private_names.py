@@ -23,6 +23,7 @@ ALLOWED = {
     "_input_metadata",  # the dtype and the shape of a node's result, which have no public name
     "_saved_exponent",  # one of the tensors and numbers that a node keeps, documented by this form
     "_schema",  # of PyTorch's operators, in its documents of custom operators
+    "_foreach_norm",  # one pass over many tensors, as in PyTorch's own clipping
     "_checks",  # modules of ours that every package uses
     "_atomic",
 }

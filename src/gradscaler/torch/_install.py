@@ -12,7 +12,6 @@ it out.
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import cache, partial, wraps
 from importlib import import_module
@@ -57,7 +56,7 @@ class _Replacement:
         ours: the class of ours that replaces each class of theirs.
     """
 
-    def __init__(self, base: Any, ours: Mapping[type, type]) -> None:
+    def __init__(self, base: Any, ours: dict[type, type]) -> None:
         self.base, self.ours = base, ours
 
         # This becomes the `__new__` of their classes, so it runs under whatever name a package has
@@ -104,6 +103,16 @@ _OF_TORCH = _Replacement(
         torch.amp.GradScaler: GradScaler,  # last, because a missing class above has this key too
     },
 )
+
+
+def replace_sharded() -> None:
+    """Let :func:`install` replace FSDP's ``ShardedGradScaler``, too, which takes long to import."""
+    from torch.distributed.fsdp import sharded_grad_scaler
+
+    from gradscaler.torch.sharded import ShardedGradScaler
+
+    _OF_TORCH.ours[sharded_grad_scaler.ShardedGradScaler] = ShardedGradScaler
+
 
 # For each engine: its package, the module of its scalers, their base class and its subclasses.
 _ENGINES = {

@@ -178,7 +178,7 @@ def test_a_skip_after_each_growth_is_no_problem(judged, tool):
 def test_a_scale_that_only_sinks_below_one_is_at_the_floor(judged, tool):
     verdict = judged(*map(tool().skip, SINKING))
     assert verdict.kind == "floor"
-    assert "and a Monitor, which names the operation" in verdict.text
+    assert "python -m gradscaler run, which names the operation" in verdict.text
 
 
 @pytest.mark.parametrize("tool", SKIPPING)
@@ -200,7 +200,7 @@ def test_a_nan_that_no_skip_belongs_to_was_applied(judged, tool):
     verdict = judged(*trained(tool(), [*FALLING, NAN, NAN, NAN]))
     assert verdict.kind == "silent"
     assert "line 13" in verdict.text
-    assert "and a Monitor, which names the operation" in verdict.text
+    assert "python -m gradscaler run, which names the operation" in verdict.text
     assert verdict.findings[0].is_certain
 
 
@@ -370,6 +370,14 @@ def test_a_text_that_is_no_log_is_one_line_of_error(tmp_path, capsys, content):
     assert (out, err.count("\n")) == ("", 1)
     assert f"{path}: " in err
     assert all(tool in err for tool in ("DeepSpeed", "apex", "fairseq", "Megatron-LM", "Keras"))
+
+
+def test_two_logs_are_refused_with_what_the_command_takes(tmp_path, capsys):
+    paths = [tmp_path / "a.log", tmp_path / "b.log"]
+    for path in paths:
+        path.write_text("iter 1: loss 2.5, time 1.0ms\n")
+    assert main(["explain", *map(str, paths)]) == 1
+    assert "explain each log by itself" in capsys.readouterr().err
 
 
 def test_the_memory_does_not_grow_with_the_log(tmp_path):

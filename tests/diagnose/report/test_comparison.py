@@ -161,7 +161,7 @@ def test_the_command_compares_files_of_different_runs(tmp_path, runs, suffix, ca
     if suffix == ".html":
         page = target.read_text(encoding="utf-8")
         assert "2 runs side by side" in page
-        texts = "Nothing unusual", "A gradient is NaN at every scale"
+        texts = "Nothing unusual", "A gradient is NaN or Inf"
         assert all(f"<td>{text}</td>" in page for text in texts)
 
 

@@ -27,7 +27,7 @@ def chart_of(losses, width=80):
 def test_the_verdict_comes_first(made_up_run):
     run = made_up_run(stuck=37, verdict=("nan", "What happened. What to try.", "encoder.0.weight"))
     text = explained(run)
-    assert "A gradient is NaN at every scale" in text.splitlines()[0]
+    assert "A gradient is NaN or Inf" in text.splitlines()[0]
     assert "What happened. What to try." in text.splitlines()[1]
     assert "Look at: encoder.0.weight" in text.splitlines()[3]
 

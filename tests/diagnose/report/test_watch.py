@@ -151,7 +151,7 @@ def test_it_waits_for_a_file_follows_it_and_leaves_the_terminal_as_it_was(open_t
     append(path, verdict(60, "nan", "The gradient of w is NaN. Look there.", "w"))
     lines = terminal.wait_for("Look there.")  # the text written last
     assert lines[0] == "run.jsonl  step 60"
-    assert lines[1].startswith("╭─ A gradient is NaN at every scale ─")
+    assert lines[1].startswith("╭─ A gradient is NaN or Inf ─")
     assert lines[2].startswith("│ The gradient of w is NaN. Look there. ")
     assert [line.split()[-1] for line in lines if line.startswith("loss")] == ["8", "NaN"]
     an_hour_ago = time.time() - 3600

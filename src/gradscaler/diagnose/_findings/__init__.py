@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from gradscaler.diagnose._findings import calls, gradient_values, losses, optimizers, over_time
+from gradscaler.diagnose._findings.bad_steps import applied
 from gradscaler.diagnose._findings.caught import caught
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.nan_skips import nan_gradient, nan_skips
@@ -36,7 +37,7 @@ _GROUPS: tuple[tuple[_Detector, ...], ...] = (
     (losses.absorbed,),
     (gradient_values.cut_off, gradient_values.dead),
     (calls.stalled,),
-    (calls.full_precision,),
+    (calls.full_precision, calls.without_scaling),
     (gradient_values.too_small,),
     (over_time.lowered, over_time.earlier),
 )
@@ -50,14 +51,39 @@ _BESIDE_SKIPS: tuple[_Detector, ...] = (
     calls.updated_too_often,
     calls.stalled,
 )
-
+# They speak of a scaler, and are not asked where there is none.
+_OF_SCALERS: frozenset[_Detector] = frozenset(
+    {
+        calls.full_precision,
+        calls.restarted,
+        calls.scaled_in_loss,
+        calls.unscaled_loss,
+        calls.updated_too_often,
+        calls.clipped_while_scaled,
+        gradient_values.too_small,
+        optimizers.stepless,
+        optimizers.unscaled,
+        over_time.lowered,
+    }
+)
+# Mistakes that a bad step does not explain; the first two may explain it.
+_CAUSES_OF_BAD_STEPS = optimizers.uphill, optimizers.unbounded
+_BESIDE_BAD_STEPS: tuple[_Detector, ...] = (
+    optimizers.idle,
+    optimizers.outside,
+    calls.unzeroed,
+    calls.without_scaling,
+)
 
 _SHORT = 50  # steps; the last one that a monitor samples early
 
 
 def judge(evidence: Evidence) -> Verdict:
     """The verdict on the evidence: all findings, the gravest first, or that nothing is unusual."""
-    findings = _in_a_streak(evidence) if evidence.skips else _over_a_run(evidence)
+    if evidence.bad_step is not None:
+        findings = _found((*_CAUSES_OF_BAD_STEPS, applied, *_BESIDE_BAD_STEPS), evidence)
+    else:
+        findings = _in_a_streak(evidence) if evidence.skips else _over_a_run(evidence)
     return verdict_of(list(findings) or [_normal(evidence)])
 
 
@@ -85,7 +111,8 @@ def _over_a_run(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _found(detectors: Iterable[_Detector], evidence: Evidence) -> Iterator[Finding]:
-    found = (detector(evidence) for detector in detectors)
+    asked = (each for each in detectors if evidence.has_scaler or each not in _OF_SCALERS)
+    found = (detector(evidence) for detector in asked)
     return (finding for finding in found if finding is not None)
 
 
@@ -95,11 +122,18 @@ def _normal(evidence: Evidence) -> Finding:
             "In JAX, Keras and MindSpore, call monitor.record() after each step; elsewhere, call "
             "step(optimizer) of the scaler that is watched."
         )
-        if evidence.calls.get("raised"):
+        if not evidence.has_scaler:
+            action = (
+                "Call loss.backward() and step() of an optimizer of torch.optim that holds the "
+                "model's parameters."
+            )
+        elif evidence.calls.get("raised"):
             action = "A call of the scaler raised an error: do what its message says."
         return Finding("normal", "No step was seen yet.", action)
     were = "were" if evidence.skipped > 1 else "was"
     text = f"{evidence.skipped or 'None'} of {evidence.steps} steps {were} skipped"
+    if not evidence.has_scaler:
+        text = f"None of {evidence.steps} steps had a gradient of NaN or Inf"
     if evidence.skipped and evidence.is_elsewhere:
         text += ", because another rank's gradients overflowed while this one's were finite."
         is_unusual = evidence.has_many_skips or (evidence.scale is not None and evidence.scale < 1)
@@ -137,7 +171,8 @@ def _nothing(evidence: Evidence) -> str:
     if evidence.sample is None and evidence.steps <= _SHORT:
         return f"Too short to judge: {evidence.steps} steps, no gradient read."
     if evidence.sample is None:
-        return "No gradients were read; skips and losses show nothing that needs fixing."
+        seen = "skips and losses" if evidence.has_scaler else "losses"
+        return f"No gradients were read; {seen} show nothing that needs fixing."
     if not evidence.missing:
         return "Nothing needs fixing."
     first, *rest = evidence.missing

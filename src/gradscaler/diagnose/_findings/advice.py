@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._record.located import Located
 
 _SOFTMAXES = "softmax", "attention", "transformer"
@@ -135,6 +136,13 @@ _OF_OWN_FUNCTION = (
 _POWERS = "pow", "square"
 _WIDE = "bfloat16", "float32", "float64", "complex64", "complex128"  # with at least float32's range
 _SPOKEN = {"to": "casting", "hook": "what a hook changed"}  # for operations with unclear names
+
+
+def at_any_scale(action: str, evidence: Evidence) -> str:
+    """A sentence that says what to try, and that no loss scale replaces it, if there is one."""
+    if evidence.has_scaler:
+        return f"No loss scale fixes this: {action}."
+    return f"{action[0].upper()}{action[1:]}."
 
 
 def of_forward(located: Located) -> str:

@@ -28,13 +28,19 @@ def unzeroed(evidence: Evidence) -> Finding | None:
     count, steps = evidence.calls.get("unzeroed", 0), evidence.steps
     if count < max(_FEW, _MANY * steps):
         return None
+    added = "added to the gradients that the step before had used, so each step uses their sum"
+    step = "optimizer.step()"
+    if evidence.has_scaler:
+        added = (
+            "added scaled gradients to the unscaled ones that the step before had used, so each "
+            "step uses a sum of unlike parts, and an Inf or a NaN stays"
+        )
+        step = "step(optimizer) and update()"
     return Finding(
         "misuse",
-        f"In {count} of {steps} steps, the backward pass added scaled gradients to the unscaled "
-        "ones that the step before had used, so each step uses a sum of unlike parts, and an Inf "
-        "or a NaN stays.",
-        "Call step(optimizer) and update() once, after the last micro-batch's backward pass, and "
-        "optimizer.zero_grad() after each step.",
+        f"In {count} of {steps} steps, the backward pass {added}.",
+        f"Call {step} once, after the last micro-batch's backward pass, and optimizer.zero_grad() "
+        "after each step.",
         count=count,
     )
 
@@ -44,9 +50,10 @@ def unused(evidence: Evidence) -> Finding | None:
     count = evidence.calls.get("idle", 0)
     if evidence.steps or not count:
         return None
+    step = "step(optimizer)" if evidence.has_scaler else "optimizer.step()"
     return Finding(
         "misuse",
-        f"step(optimizer) found no gradient in {count} calls, so nothing is trained.",
+        f"{step} found no gradient in {count} calls, so nothing is trained.",
         "Give the optimizer the parameters of the model that the loss comes from, not those of a "
         "copy; look for item() or detach() before the loss; and call zero_grad() before the "
         "backward pass, not after it.",
@@ -220,6 +227,27 @@ def full_precision(evidence: Evidence) -> Finding | None:
         "misuse",
         f"The backward pass computes in {listed} and nothing in float16, {so}.",
         action,
+        is_certain=False,
+    )
+
+
+def without_scaling(evidence: Evidence) -> Finding | None:
+    """Backward passes in float16 whose loss nothing scales."""
+    if evidence.has_scaler or not evidence.is_in_float16:
+        return None
+    sample, lost = evidence.sample, ""
+    if sample is not None and sample.shares is not None:
+        zero = sample.shares.zero + sample.shares.flushed
+        lost = (
+            f" In step {sample.step}, {zero:.0%} of the gradients are zero in float16 and "
+            f"{sample.shares.subnormal:.0%} subnormal."
+        )
+    return Finding(
+        "misuse",
+        "The backward pass computes in float16 and nothing scales the loss, so gradients below "
+        f"6e-8 are flushed to 0, and those beyond 65504 become Inf.{lost}",
+        "Scale the loss by a GradScaler, or train in bfloat16 "
+        "(torch.autocast(device, dtype=torch.bfloat16)).",
         is_certain=False,
     )
 

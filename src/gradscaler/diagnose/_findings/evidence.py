@@ -10,7 +10,14 @@ from dataclasses import dataclass, field, replace
 
 from gradscaler.diagnose._gradients.fitting_scales import MOST_SAMPLES, has_sizes
 from gradscaler.diagnose._record.formats import format_named
-from gradscaler.diagnose._record.lines import Optimizers, Sample, Skip, VerdictLine, Watched
+from gradscaler.diagnose._record.lines import (
+    BadStep,
+    Optimizers,
+    Sample,
+    Skip,
+    VerdictLine,
+    Watched,
+)
 from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._record.step import Before, Step
 from gradscaler.outcome import HISTORY_LENGTH
@@ -60,6 +67,8 @@ class Evidence:
     earlier: VerdictLine | None = None  # the verdict on an earlier streak
     optimizers: Optimizers | None = None  # in the latest sample that looked at them
     rates: tuple[tuple[int, float], ...] = ()  # the learning rate by sampled step
+    has_scaler: bool = True  # whether losses are scaled
+    bad_step: BadStep | None = None  # the first, in a loop without a scaler
 
     @property
     def is_elsewhere(self) -> bool:
@@ -112,8 +121,10 @@ class Evidence:
         is_backward = self.watched.kind == "backward"
         return self.watched if is_backward == math.isfinite(skip.loss) else None
 
-    def after(self, line: Sample | Skip | VerdictLine | Watched) -> Evidence:
+    def after(self, line: Sample | Skip | BadStep | VerdictLine | Watched) -> Evidence:
         """The evidence extended by one line."""
+        if isinstance(line, BadStep):
+            return replace(self, bad_step=self.bad_step or line)
         if isinstance(line, Skip):
             return replace(self, inspected=(*self.inspected, line)[-HISTORY_LENGTH:])
         if isinstance(line, Watched):

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
+from gradscaler.diagnose._findings.advice import at_any_scale
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._gradients.fitting_scales import Fit, fades, fit_of
 from gradscaler.diagnose._record.finding import Finding
@@ -38,9 +39,12 @@ def cut_off(evidence: Evidence) -> Finding | None:
             "dead",
             f"{whose}, {names[0]} first, have no gradient, though their modules run before others "
             "that have one.",
-            f"No loss scale fixes this: look behind {where or names[-1]} for what "
-            "cuts the graph, such as detach(), .data, .item(), numpy(), torch.tensor(), argmax or "
-            "a comparison; if it is meant to be cut, call requires_grad_(False) on them.",
+            at_any_scale(
+                f"look behind {where or names[-1]} for what cuts the graph, such as detach(), "
+                ".data, .item(), numpy(), torch.tensor(), argmax or a comparison; if it is meant "
+                "to be cut, call requires_grad_(False) on them",
+                evidence,
+            ),
             where,
         )
     whole = "everywhere" if by in STEPS else "for all of its inputs"
@@ -62,7 +66,7 @@ def cut_off(evidence: Evidence) -> Finding | None:
         "dead",
         f"The gradients of {whose}, {names[0]} first, are exactly 0, because they pass {by}, "
         f"whose slope is 0 {whole}.",
-        f"A larger scale would not help: {try_}.",
+        _whatever_the_scale(try_, evidence),
         where,
     )
 
@@ -77,12 +81,15 @@ def dead(evidence: Evidence) -> Finding | None:
     parameters = sample.parameters
     zeros = [name for name, found in parameters.items() if found.zero == 1]
     is_all = sample.shares.zero == 1
-    if is_all:  # zeros right after large gradients are no underflow: a softmax may saturate
+    if not evidence.has_scaler and not evidence.is_in_float16:
+        is_small = False  # nothing underflows
+    elif is_all:  # zeros right after large gradients are no underflow: a softmax may saturate
         is_small = sample.scale < _LARGE_SCALE and not evidence.reached_one(sample.scale)
     else:
         is_small = any(map(fades, parameters.values()))
     if is_small or not (is_all or len(zeros) > len(parameters) / 2):
         return None
+    at_scale = f", at a loss scale of {sample.scale:g}" if evidence.has_scaler else ""
     which, zeroed = "All gradients", "zero_grad() between backward() and step(), or "
     where, none_small = None, ""
     if not is_all:
@@ -91,14 +98,22 @@ def dead(evidence: Evidence) -> Finding | None:
         zeroed, none_small = "", ", and no gradient is small"
     return Finding(
         "dead",
-        f"{which} are exactly 0 in step {sample.step}, at a loss scale of {sample.scale:g}"
-        f"{none_small}.",
-        f"A larger scale would not help: look for {zeroed}an operation without a slope before "
-        "the loss: ReLUs that are all off (biases, learning rate), a clamp, rounding, argmax, a "
-        "saturated function, or detach().",
+        f"{which} are exactly 0 in step {sample.step}{at_scale}{none_small}.",
+        _whatever_the_scale(
+            f"look for {zeroed}an operation without a slope before the loss: ReLUs that are all "
+            "off (biases, learning rate), a clamp, rounding, argmax, a saturated function, or "
+            "detach()",
+            evidence,
+        ),
         where,
         is_certain=False,
     )
+
+
+def _whatever_the_scale(action: str, evidence: Evidence) -> str:
+    if evidence.has_scaler:
+        return f"A larger scale would not help: {action}."
+    return f"{action[0].upper()}{action[1:]}."
 
 
 def _nearest_the_loss(parameters: Mapping[str, ParameterSample]) -> str | None:

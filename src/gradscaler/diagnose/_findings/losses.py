@@ -15,6 +15,7 @@ from gradscaler.diagnose._record.step import Step
 _EXPLODED = 50.0  # times the loss before
 _GREW = 10.0  # times the norm of the first weights
 _RECENT = 20  # steps
+_SOON = 5  # steps from an exploded loss to an overflow that it explains
 _FEW = 3  # steps that a finding lists
 _FEW_SAMPLES = 2
 _OFTEN = 0.3  # the share of the latest steps that fail if it diverges; as targets grow, fewer fail
@@ -62,7 +63,7 @@ def silent(evidence: Evidence) -> Finding | None:
         )
     return Finding(
         "silent",
-        f"The unscaled loss is {loss:g} in {how_often}{at}, and {so}.",
+        f"The {'unscaled ' * evidence.has_scaler}loss is {loss:g} in {how_often}{at}, and {so}.",
         f"{action[0].upper()}{action[1:]}.",
         *place_of(found),
         tuple(step.step for step in steps[-_FEW:]),
@@ -111,14 +112,19 @@ def diverged(evidence: Evidence) -> Finding | None:
         at = at_line(evidence.located)
     became = f"left {evidence.range}" if evidence.range else "became Inf or NaN"
     skips = "steps are skipped"
-    if evidence.skips:
+    bad, at_any_scale = evidence.bad_step, "It diverges at any scale: go"
+    if bad is not None:
+        skips, at_any_scale = f"step {bad.step} was applied with them", "Go"
+        if loss is not None and loss[1].step < bad.step - _SOON:
+            return None  # a spike that had passed
+    elif evidence.skips:
         skips = f"the last {evidence.skips_in_a_row} steps were skipped"
     first_bad = f" (first in {where}{at})" if where else ""
     return Finding(
         "divergence",
         f"The {' and the '.join(grew)}{rate}, until numbers {became}{first_bad} and {skips}.",
-        "It diverges at any scale: go back to an earlier checkpoint, lower the learning rate "
-        "or warm it up, and clip gradients.",
+        f"{at_any_scale} back to an earlier checkpoint, lower the learning rate or warm it up, and "
+        "clip gradients.",
         where,
         count=evidence.skips_in_a_row,
     )

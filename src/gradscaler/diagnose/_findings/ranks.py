@@ -11,6 +11,7 @@ from gradscaler.diagnose._findings.run import Run
 from gradscaler.diagnose._record.checks import shown
 from gradscaler.diagnose._record.finding import Verdict
 from gradscaler.diagnose._record.kinds import KINDS, kind_of
+from gradscaler.diagnose._record.lines import BadStep, Skip
 from gradscaler.diagnose._record.reader import read
 
 _COMPARE = "explain each run by itself, or compare them: python -m gradscaler compare A B"
@@ -93,7 +94,7 @@ def _of_ranks(files: Sequence[tuple[str, Run]]) -> Run:
     runs = sorted((run for _, run in files), key=_order)
     ranks = {run.starts[-1].rank: run for run in runs}
     run = runs[0]
-    lines = run.starts, run.samples, run.skips, run.verdicts, run.watched
+    lines = run.starts, run.samples, run.skips, run.verdicts, run.watched, run.bad_steps
     return RunOfRanks(*lines, ranks=ranks)
 
 
@@ -103,7 +104,8 @@ def _order(run: Run) -> tuple[int, float, int, int, int]:
     severity = _SEVERITY.index(kind) if kind in _SEVERITY else len(_SEVERITY)
     since = run.nonfinite_since - start.step
     # Ranks that average their gradients all get NaN gradients. Only the culprit's loss is NaN too.
-    num_finite = sum(skip.loss is None or math.isfinite(skip.loss) for skip in run.skips)
+    failed: tuple[Skip | BadStep, ...] = (*run.skips, *run.bad_steps)
+    num_finite = sum(step.loss is None or math.isfinite(step.loss) for step in failed)
     innocence = 2 if kind in _BLAMELESS else int(not kind_of(kind).explains_skips)
     return innocence, since, num_finite, severity, start.rank
 

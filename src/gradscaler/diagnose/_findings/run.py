@@ -10,7 +10,7 @@ from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import Evidence, min_scale_of
 from gradscaler.diagnose._gradients.fitting_scales import Fit, fit_of
 from gradscaler.diagnose._record.finding import Verdict
-from gradscaler.diagnose._record.lines import Sample, Skip, VerdictLine, Watched
+from gradscaler.diagnose._record.lines import BadStep, Sample, Skip, VerdictLine, Watched
 from gradscaler.diagnose._record.recorded_run import RecordedRun
 from gradscaler.outcome import HISTORY_LENGTH
 
@@ -57,9 +57,11 @@ class Run(RecordedRun):
             before=self.before,
             world_size=start.world_size,
             is_finite_here=bool(self.skips) and not any(skip.nonfinite for skip in self.skips),
+            has_scaler=self.has_scaler,
         )
-        lines: tuple[Sample | Skip | VerdictLine | Watched, ...]
+        lines: tuple[Sample | Skip | BadStep | VerdictLine | Watched, ...]
         lines = (*self._whole_samples(), *self.skips, *self.verdicts, *self.watched)
+        lines = (*lines, *self.bad_steps)
         for line in lines:
             evidence = evidence.after(line)
         return judge(evidence)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from gradscaler.diagnose._findings.advice import at_line, of_backward, of_forward
+from gradscaler.diagnose._findings.advice import at_any_scale, at_line, of_backward, of_forward
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.losses import diverged
 from gradscaler.diagnose._findings.nan_skips import LARGE_LOSS, is_nan
@@ -17,7 +17,8 @@ EXPLAIN_ALL = (
     "explain all of them together."
 )
 _STATISTICS = "running_mean", "running_var"  # buffers that forward passes write
-_WONT = "No loss scale fixes this:"
+_KEPT = "kept from step to step (averaged weights, statistics, a queue)"
+_LOOK_AT = "look at the data and how they are prepared, such as a division by a deviation of 0"
 _NOT_RECORDED = (
     "Whether they overflow or are NaN at every scale is not known: give monitor.record() loss= and "
     "gradients=, and in JAX replay="
@@ -31,7 +32,7 @@ def of_skips(evidence: Evidence) -> Finding:
         (None if evidence.lost_eps is not None else diverged(evidence))
         or bad_parameter(evidence, f"so {skipped}")
         or of_forward_pass(evidence, skipped)
-        or _of_loss(evidence, skipped)
+        or of_loss(evidence, skipped)
         or _of_nan(evidence, skipped)
         or _of_overflow(evidence, skipped)
     )
@@ -58,32 +59,51 @@ def bad_parameter(evidence: Evidence, so: str) -> Finding | None:
             "forward pass under autocast, or set eps to 1e-4."
         )
     elif parameter.endswith(_STATISTICS):
-        action = (
-            f"{_WONT} reset it or go back to an earlier checkpoint, and look for the batch whose "
-            "forward pass wrote Inf or NaN into it: no skip undoes that."
+        undone = ": no skip undoes that" if evidence.has_scaler else ""
+        action = at_any_scale(
+            "reset it or go back to an earlier checkpoint, and look for the batch whose forward "
+            f"pass wrote Inf or NaN into it{undone}",
+            evidence,
         )
     else:
-        wrote = (
-            "a learning rate that is too large, weights changed without the scaler, or numbers "
-            "that were not finite from the start"
+        action = at_any_scale(
+            "go back to an earlier checkpoint, and look for what wrote it "
+            f"({_what_wrote(evidence)})",
+            evidence,
         )
-        if evidence.skipped >= evidence.steps:  # no step was applied that could have written it
-            wrote = "optimizer.step() without the scaler, or weights that were not finite at first"
-        action = f"{_WONT} go back to an earlier checkpoint, and look for what wrote it ({wrote})."
     cause = f"{whose} {parameter} is itself Inf or NaN, {so}{why}."
     return Finding("parameter", cause, action, parameter)
+
+
+def _what_wrote(evidence: Evidence) -> str:
+    """What may have written an Inf or NaN into a parameter."""
+    if not evidence.has_scaler:
+        return (
+            "numbers that were not finite from the start, as of a checkpoint; code that writes "
+            "weights; or a learning rate that is too large"
+        )
+    if evidence.skipped >= evidence.steps:  # no step was applied that could have written it
+        return "optimizer.step() without the scaler, or weights that were not finite at first"
+    return (
+        "a learning rate that is too large, weights changed without the scaler, or numbers that "
+        "were not finite from the start"
+    )
 
 
 def bad_state(evidence: Evidence) -> Finding | None:
     """An optimizer's state that is not finite. Skipping steps does not repair it."""
     if evidence.state is None:
         return None
+    taken = "whose gradients were not finite"
+    if evidence.has_scaler:
+        taken = (
+            "that was taken without the scaler, or on gradients that were changed after unscale_()"
+        )
     return Finding(
         "state",
         f"The optimizer's {evidence.state} is Inf or NaN, so each of its steps writes that into "
         "the parameter, or cannot move it.",
-        f"{_WONT} go back to an earlier checkpoint, and look for a step that was taken without the "
-        "scaler, or on gradients that were changed after unscale_().",
+        at_any_scale(f"go back to an earlier checkpoint, and look for a step {taken}", evidence),
         evidence.state,
     )
 
@@ -108,14 +128,15 @@ def of_forward_pass(evidence: Evidence, skipped: str) -> Finding | None:
     counts = (located.num_inf, "Inf"), (located.num_nan, "NaN")
     made = " and ".join(f"{count} {what}" for count, what in counts if count)
     comma = "," if located.operation else ""
-    inputs = f"finite inputs up to {located.largest_input:g}"
+    up_to = "" if math.isnan(located.largest_input) else f" up to {located.largest_input:g}"
+    inputs = f"finite inputs{up_to}"
     if located.smallest_divisor is not None:
         inputs += f", divided by {located.smallest_divisor:g}"
     return Finding(
         kind,
         f"{maker} makes {made} in {located.dtype}{at_line(located)}{comma} from {inputs}, so "
         f"{skipped}.",
-        f"{_WONT} {of_forward(located)}.",
+        at_any_scale(of_forward(located), evidence),
         "the model" if module == "" else module,
         located.line,
     )
@@ -133,26 +154,23 @@ def _of_input(evidence: Evidence, located: Located, skipped: str) -> Finding:
     elif located.made_by is not None:
         what = f"A tensor that {located.made_by} computed outside of the model holds"
         action = "call locate() with the module that computes it"
+    elif not evidence.has_scaler:
+        kind, action = "data", f"{_LOOK_AT}; if it is {_KEPT}, reset it"
     elif evidence.steps > evidence.skipped:  # good batches came before
-        action = (
-            "if it is kept from step to step (averaged weights, statistics, a queue), reset it, as "
-            "no skip does; else look at the data"
-        )
+        action = f"if it is {_KEPT}, reset it, as no skip does; else look at the data"
     else:
         kind, what = "data", "The batch itself holds"
-        action = (
-            "look at the data and how they are prepared, such as a division by a deviation of 0"
-        )
+        action = _LOOK_AT
     seen = at_line(located, ", first seen in")
     return Finding(
         kind,
         f"{what} Inf or NaN before the forward pass{seen}, so {skipped}.",
-        f"{_WONT} {action}.",
+        at_any_scale(action, evidence),
         line=located.line,
     )
 
 
-def _of_loss(evidence: Evidence, skipped: str) -> Finding | None:
+def of_loss(evidence: Evidence, skipped: str) -> Finding | None:
     """Losses that are mostly not finite. No more specific cause is known."""
     losses = [skip.loss for skip in evidence.skips if skip.loss is not None]
     num_finite = sum(map(math.isfinite, losses))
@@ -160,9 +178,12 @@ def _of_loss(evidence: Evidence, skipped: str) -> Finding | None:
         return None
     return Finding(
         "loss",
-        f"The unscaled loss is itself {losses[-1]:g}, so {skipped}.",
-        f"{_WONT} look for Inf or NaN in the batch, and in the loss for a logarithm (take a loss "
-        "of logits), an exponential, a power, or a division by 0: compute it in float32.",
+        f"The {'unscaled ' * evidence.has_scaler}loss is itself {losses[-1]:g}, so {skipped}.",
+        at_any_scale(
+            "look for Inf or NaN in the batch, and in the loss for a logarithm (take a loss of "
+            "logits), an exponential, a power, or a division by 0: compute it in float32",
+            evidence,
+        ),
         is_certain=False,
     )
 
@@ -183,7 +204,7 @@ def _of_nan(evidence: Evidence, skipped: str) -> Finding | None:
     return Finding(
         "nan",
         f"The gradient of {name} is NaN {where}{at}, though the loss is finite: {skipped}.",
-        f"{_WONT} {of_backward(found if at else None)}{name_it}.",
+        at_any_scale(f"{of_backward(found if at else None)}{name_it}", evidence),
         name,
         None if found is None else found.line,
         is_certain=scale <= 1,

@@ -83,8 +83,8 @@ def exponents(gradients: object, dtype: str = "float16", scale: float = 1.0) -> 
             another iterable of arrays; an iterable of pairs of a name and an array; a pytree, if
             JAX is imported; or any nesting of these. A module that has ``named_parameters`` stands
             for the gradients of its parameters that are not None.
-        dtype: ``"float16"``, ``"bfloat16"``, ``"float8_e4m3"`` (OCP's, which has no infinities:
-            numbers beyond 464 become NaN) or ``"float8_e5m2"``.
+        dtype: ``"float16"``, ``"bfloat16"``, ``"float32"``, ``"float8_e4m3"`` (OCP's, which has no
+            infinities: numbers beyond 464 become NaN) or ``"float8_e5m2"``.
         scale: the loss scale. Gradients of a scaled loss are already multiplied by it: pass 1.0
             for them, or unscale them first.
 

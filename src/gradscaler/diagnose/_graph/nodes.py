@@ -27,13 +27,14 @@ def nodes_from(waiting: list[Node]) -> Iterator[Node]:
         waiting += [following for following, _ in node.next_functions]
 
 
-def in_order(loss: Tensor) -> list[Node]:
-    """The nodes of a loss' graph in the order of the forward pass, without the leaves.
+def in_order(loss: Tensor | Node) -> list[Node]:
+    """The nodes below a loss, or a node, in the order of the forward pass, without the leaves.
 
     The list is empty if the graph is larger than ``MOST_NODES``.
     """
     found: list[Node] = []
-    for node in nodes_from([getattr(loss, "grad_fn", None)]):
+    root = loss if hasattr(loss, "next_functions") else getattr(loss, "grad_fn", None)
+    for node in nodes_from([root]):
         if not is_leaf(node):
             found.append(node)
         if len(found) > MOST_NODES:

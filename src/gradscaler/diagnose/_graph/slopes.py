@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from gradscaler.diagnose._gradients.reading import Tensor, read
 from gradscaler.diagnose._graph.nodes import has_packed, is_custom, is_leaf, kept
@@ -58,10 +58,15 @@ def is_steep(node: Node) -> bool:
     return _poles_of(node)[0] != "" or bool(_NO_SLOPE.search(operation)) or operation == "exp"
 
 
-def is_at_pole(node: Node) -> bool:
-    """Whether a node keeps a number at which the slope of its operation is Inf or NaN."""
+def is_at_pole(node: Node, tensors: Mapping[str, Tensor] | None = None) -> bool:
+    """Whether a node keeps a number at which the slope of its operation is Inf or NaN.
+
+    ``tensors`` are those that it has kept, if they may be freed by now.
+    """
     name, poles = _poles_of(node)
-    found = kept(node, may_unpack=True).get(name) if name else None
+    found = None
+    if name:
+        found = (kept(node, may_unpack=True) if tensors is None else tensors).get(name)
     return found is not None and any(bool((found == pole).any()) for pole in poles)
 
 

@@ -85,6 +85,8 @@ def _again(node: Node, number: int, values: Values) -> Tensor | None:
         packet: Any = getattr(torch.ops.aten, name, None)
         for overload in () if packet is None else packet.overloads():
             call = getattr(packet, overload)
+            if call._schema.is_mutable:  # it would overwrite what a later backward pass needs
+                continue
             arguments = _arguments(call._schema.arguments, node, own, values, dtype)
             if arguments is None:
                 continue

@@ -14,13 +14,15 @@ from gradscaler.diagnose._graph.lines import Tracebacks
 from gradscaler.diagnose._graph.nodes import OPAQUE, in_order
 from gradscaler.diagnose._graph.places import Module
 from gradscaler.diagnose._graph.reader import GraphReader
+from gradscaler.diagnose._graph.retained import RetainedGraph
 from gradscaler.diagnose._graph.slopes import bad_in, is_at_pole, is_steep, part_of, suspects_in
-from gradscaler.diagnose._locate.budget import Budget
+from gradscaler.diagnose._locate.budget import Allowance, Budget
 from gradscaler.diagnose._locate.call_site import Node
 from gradscaler.diagnose._locate.module_hooks import Handle, remove_all, weakly
 from gradscaler.diagnose._record.located import Located
 
 _MOST_TRACED = 20  # steps: a branch that is taken now and then may need as many
+_LITTLE, _LITTLE_CREDIT = 0.02, 0.2  # a share of the time and seconds, before any failure
 _CREDIT = 1.0  # seconds: too few to be missed in a training that fails
 
 
@@ -54,6 +56,8 @@ class GraphWatch:
         self._is_over = False  # whether the present step has ended
         self.located: Located | None = None
         self.gradients = GradientWatch()
+        self._retaining = Allowance(_LITTLE, _LITTLE_CREDIT)
+        self._retained: RetainedGraph | None = None
 
     def see(self, loss: Tensor) -> None:
         """Read a loss before its backward pass, and its graph if that may tell more."""
@@ -68,6 +72,34 @@ class GraphWatch:
                     self._spend(self._read, loss, is_due=not self._is_known)
             elif self.gradients.is_on:
                 self._spend(self.gradients.watch, loss)
+
+    def retain(self, loss: Tensor) -> None:
+        """Hold what the graph of a finite loss keeps until :meth:`of_backward`, if time is left."""
+        with self._retaining.look() as has_time:
+            self._retained = RetainedGraph(in_order(loss)) if has_time else None
+
+    def release(self) -> None:
+        """Hold nothing more."""
+        self._retained = None
+
+    def of_backward(
+        self, bad: Collection[int], good: Collection[int], root: Node = None
+    ) -> Located | None:
+        """Where the first bad gradient of a backward pass that is over began; None if unknown.
+
+        Args:
+            bad: the ids of the parameters whose gradient is not finite.
+            good: those of the parameters whose gradient is.
+            root: the node of the loss, for what its graph alone shows if it was not retained.
+        """
+        held = self._retained
+        with suppress(Exception):
+            if held is None and root is not None:
+                held = RetainedGraph(in_order(root), may_hold=False)
+            if held is not None:
+                reader = GraphReader(held.nodes, self._lines, self._model)
+                return held.located(reader, bad, good)
+        return None
 
     def _is_bad(self, loss: Tensor) -> bool:
         """Whether a loss is not finite; False if it was not read."""

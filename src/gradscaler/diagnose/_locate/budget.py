@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import perf_counter as clock
 
 SHARE = 0.05  # of the training time, for all watches of a kind together
 WATCHED = 20  # mean step times that a watch of each operation must be able to take
 LOOKED_AT = 2  # the same, if only the modules are watched
+
+
+class Allowance:
+    """Lets brief looks at a training take a small share of its time.
+
+    Args:
+        share: the share.
+        credit: seconds that may be used beyond that share, as the first look takes longer.
+    """
+
+    def __init__(self, share: float, credit: float) -> None:
+        self._share, self._left = share, credit
+        self._latest = clock()
+
+    @contextmanager
+    def look(self) -> Iterator[bool]:
+        """Time the block, and give whether there is time for it."""
+        began = clock()
+        self._left += self._share * (began - self._latest)
+        self._latest = began
+        yield self._left > 0
+        self._left -= clock() - began
 
 
 class Budget:

@@ -25,8 +25,8 @@ _EXPLODED = 50.0  # times the usual loss, as for a monitor
 _SANK = 2.0**6  # times; single skips lower the scale so far only if they outrun its growth
 _OFTEN = 0.01  # of the steps once the scale has settled, as for a monitor
 _ASK = (
-    "The log does not hold the cause: train with gradscaler's scaler and a Monitor, which names "
-    "the operation and the line that make the first Inf or NaN."
+    "The log does not hold the cause: start a PyTorch script, as it is, with python -m gradscaler "
+    "run, which names the operation and the line that make the first Inf or NaN."
 )
 _BACK = "go back to an earlier checkpoint, lower the learning rate or warm it up, clip gradients"
 

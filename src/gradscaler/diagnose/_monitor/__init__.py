@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from platform import python_version
 from time import gmtime, strftime
@@ -17,13 +18,15 @@ from weakref import WeakSet
 from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import min_scale_of
 from gradscaler.diagnose._monitor.disabled import DisabledScaler
+from gradscaler.diagnose._monitor.loop_observer import LoopObserver
 from gradscaler.diagnose._monitor.models import one_model
 from gradscaler.diagnose._monitor.observer import EagerObserver
+from gradscaler.diagnose._monitor.plain_loop import PlainLoop
 from gradscaler.diagnose._monitor.recorder import Recorder
 from gradscaler.diagnose._monitor.replay import Replay
 from gradscaler.diagnose._monitor.step_log import OnStuck, StepLog
 from gradscaler.diagnose._monitor.traced_scalers import policy_of, state_of
-from gradscaler.diagnose._record.finding import Verdict
+from gradscaler.diagnose._record.finding import Finding, Verdict
 from gradscaler.diagnose._record.formats import format_named
 from gradscaler.diagnose._record.lines import Start
 from gradscaler.diagnose._record.step import Step
@@ -35,11 +38,17 @@ _open_monitors: WeakSet[Monitor] = WeakSet()
 
 
 class Monitor:
-    """Watches a scaler: records its steps, inspects skips, and says what is wrong.
+    """Watches a scaler, or a loop without one: records its steps, and says what is wrong.
 
     The scalers of PyTorch, TensorPlay and Paddle announce their steps, so the training loop stays
     as it is. For JAX, Keras, tf-keras and MindSpore, call :meth:`record` after each step, or pass
     the :meth:`callback` to ``model.fit``.
+
+    A loop of PyTorch without a scaler, as in bfloat16 or float32, is watched if only its model is
+    given. A step is then a run of backward passes and the steps of optimizers that follow them. The
+    monitor sees each loss at ``backward()``, and checks the gradients right after it. A step that
+    is applied although they hold an Inf or a NaN is told at once, and is a line of the run file. On
+    a device nothing waits for that: the check is read when it has arrived on the host.
 
     The monitor samples one step in every ``every`` steps, and some early ones. A sample holds the
     norm of the unscaled gradients, their exponents, the shares of ``gradients * scale`` that are
@@ -95,9 +104,11 @@ class Monitor:
     Args:
         scaler: a scaler from gradscaler. For JAX, the scaler before the first step, or an optax
             state that holds one. For MindSpore, a manager, a functional scaler or a train step.
+            None for a loop of PyTorch without a scaler.
         model: the source of the parameters' names; several models in a list, or in a dict by the
             names to give them, such as ``{"generator": generator, "critic": critic}``. In PyTorch,
-            TensorPlay and Paddle, its activations are inspected in watched steps.
+            TensorPlay and Paddle, its activations are inspected in watched steps. Without a scaler,
+            it is needed.
         every: the mean number of steps from one sample to the next. The sampled step of each
             ``every`` steps varies by a fixed rule, so that batches in a periodic order are all
             seen. If ``every`` is more than 50, steps 2, 5, 10, 20 and 50 are sampled too, so that a
@@ -108,6 +119,8 @@ class Monitor:
             a run, the monitor continues it, says so in the log "gradscaler", and bases the verdict
             on the new steps. ``{rank}`` in the path becomes the process' rank, from
             torch.distributed, else from the environment variable ``RANK``, else 0.
+        optimizers: without a scaler, the optimizers to watch; by default, all of ``torch.optim``
+            that hold a parameter of the model.
         forensics: inspect every n-th skipped step; 0 disables.
         on_stuck: ``"warn"`` warns once in a streak of skips. ``"raise"`` raises before the scale
             moves, and the next ``update()`` continues. ``"continue"`` only writes the verdict, and
@@ -116,13 +129,16 @@ class Monitor:
         stuck_after: the number of consecutive skips of one optimizer that calls for a verdict. With
             1, there is no step in which activations can be inspected.
         dtype: the format that gradients are computed in: ``"float16"``, ``"bfloat16"``,
-            ``"float8_e4m3"`` or ``"float8_e5m2"``.
+            ``"float32"``, ``"float8_e4m3"`` or ``"float8_e5m2"``. By default, it is float16 with a
+            scaler, and else the narrowest that the first backward passes compute in.
         log: a function that gets numbers as they are sampled, as ``log(scalars, step=step)``, such
             as ``wandb.log`` or ``mlflow.log_metrics``. ``scalars`` is a dict of floats: of a sample
             ``gradscaler/loss_scale``, ``skipped_steps`` (since the last sample), ``loss``,
             ``gradient_norm``, and the shares ``zero``, ``flushed``, ``subnormal``, ``normal``,
             ``overflow`` and ``nonfinite``; of a verdict 1.0 for the kind of each finding, such as
             ``gradscaler/findings/floor``. If it raises, it is called no more.
+        tell: a function that gets each :class:`~gradscaler.diagnose.Finding` in place of a warning.
+            What it raises ends the training there, as an error from a scaler's call does.
 
     Raises:
         TypeError, ValueError: an argument is invalid, ``path`` is not a run file, or another
@@ -141,20 +157,30 @@ class Monitor:
     >>> (step,) = monitor.history
     >>> step.scale, step.skipped, step.nonfinite[0].name, step.nonfinite[0].num_inf
     (65536.0, True, 'weight', 2)
+
+    >>> with Monitor(model=model, tell=lambda finding: print(finding.kind)) as monitor:
+    ...     optimizer.zero_grad()
+    ...     (model(torch.ones(2)).sum() * torch.inf).backward()
+    ...     optimizer.step()
+    loss
+    >>> monitor.bad_step
+    1
     """
 
-    def __init__(  # noqa: PLR0913 # each is an option of its own
+    def __init__(  # noqa: PLR0913, PLR0915 # each is an option of its own
         self,
-        scaler: Any,
+        scaler: Any = None,
         model: object = None,
         every: int = 100,
         path: str | os.PathLike[str] | None = None,
         *,
+        optimizers: Iterable[object] | None = None,
         forensics: int = 1,
         on_stuck: OnStuck = "warn",
         stuck_after: int = 20,
-        dtype: str = "float16",
+        dtype: str | None = None,
         log: Log | None = None,
+        tell: Callable[[Finding], object] | None = None,
     ) -> None:
         every = count("every", every)
         forensics = count("forensics", forensics, least=0)
@@ -162,20 +188,25 @@ class Monitor:
         if on_stuck not in get_args(OnStuck):
             choices = ", ".join(map(repr, get_args(OnStuck)))
             raise ValueError(f"on_stuck must be one of {choices}, got {on_stuck!r}")
-        self._dtype = format_named(dtype).name
-        self._scaler = scaler
-        self._framework = _framework_of(scaler)
-        is_eager = hasattr(scaler, "add_observer")
+        has_scaler = scaler is not None
+        if has_scaler and optimizers is not None:
+            raise TypeError("optimizers must be None, as the scaler announces what it steps")
+        self._dtype = format_named(dtype or ("float16" if has_scaler else "float32")).name
+        self._framework = _framework_of(scaler) if has_scaler else "torch"
+        is_eager = not has_scaler or hasattr(scaler, "add_observer")
         _check(scaler, model, is_eager)
         model = one_model(model)
+        self._scaler = scaler if has_scaler else PlainLoop(model, optimizers)
+        scaler = self._scaler
         rank, self._world_size = _rank_and_world_size()
         is_enabled = not is_eager or scaler.observed.is_enabled
         if log is not None and not callable(log):
             raise TypeError(f"log must be a function or None, got {log!r}")
         file: RunFile | None = None
         try:
+            start: Start | None = None
             if path is not None and is_enabled:
-                policy = _describe(policy_of(scaler))
+                policy = _describe(policy_of(scaler)) if has_scaler else {}
                 time = strftime("%Y-%m-%dT%H:%M:%SZ", gmtime())
                 ranks = rank, self._world_size
                 what = self._framework, self._dtype, every, 0, policy, time
@@ -184,13 +215,16 @@ class Monitor:
                 file = RunFile(Path(os.fspath(path).replace("{rank}", str(rank))), start)
             writers: list[RunFile | ScalarLog] = [] if file is None else [file]
             if log is not None and is_enabled:
-                writers.append(ScalarLog(log))
+                writers.append(ScalarLog(log, has_scaler))
             step = 0 if file is None else file.step
             self._before = None if file is None else file.before
-            self._log = StepLog(writers, step, on_stuck, stuck_after, self._judge)
+            self._log = StepLog(writers, step, on_stuck, stuck_after, self._judge, tell)
             source: type[EagerObserver | Recorder] = EagerObserver if is_eager else Recorder
+            source = source if has_scaler else LoopObserver
             settings = every, forensics, self._dtype, self._world_size
-            self._source = source(scaler, model, self._log, *settings)
+            self._source = source(scaler, self._framework, model, self._log, *settings)
+            if isinstance(self._source, LoopObserver) and dtype is None:
+                self._source.dtype_seen = partial(self._restart, file, start)
             self._disabled = None if is_enabled else DisabledScaler(model, self._log)
             self._is_open = True
             self._process: int | None = os.getpid()
@@ -249,6 +283,15 @@ class Monitor:
         if self._is_open:
             self._source.record(scaler, finite, gradients, loss, parameters, replay)
 
+    @property
+    def bad_step(self) -> int | None:
+        """The first step that was applied although its gradients were Inf or NaN; else None.
+
+        Only a loop without a scaler has such steps. It is set before the step's finding is told.
+        """
+        found = self._log.counts.evidence.bad_step
+        return None if found is None else found.step
+
     def callback(self) -> Any:
         """A callback for ``model.fit`` that records each training step, without its gradients.
 
@@ -297,6 +340,12 @@ class Monitor:
         if self._is_open:
             self._source.close(self._finish)
 
+    def _restart(self, file: RunFile | None, start: Start | None, dtype: str) -> None:
+        """Write the first line again, with the dtype that was seen."""
+        self._dtype = dtype
+        if file is not None and start is not None:
+            file.write(replace(start, dtype=dtype, step=file.step))
+
     def _finish(self) -> None:
         try:
             if self._disabled is not None:
@@ -326,6 +375,7 @@ class Monitor:
         evidence = replace(
             log.evidence,
             dtype=self._dtype,
+            has_scaler=not isinstance(self._source, LoopObserver),
             world_size=self._world_size,
             is_finite_here=bool(log.counts.is_finite_here),
             before=self._before,
@@ -354,7 +404,7 @@ def _close_all() -> None:
 
 
 def _check(scaler: object, model: object, is_eager: bool) -> None:
-    if not is_eager:
+    if not is_eager or (scaler is None and model is None):
         state_of(scaler)
     names = ("named_parameters",) if is_eager else ("trainable_params", "trainable_variables")
     if isinstance(model, (list, tuple, Mapping)):

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 from gradscaler.diagnose._gradients.reading import Tensor
+from gradscaler.diagnose._monitor.gradient_check import LateCheck
 from gradscaler.diagnose._monitor.gradient_sample import GradientSample, fields_of, is_sampled
 from gradscaler.diagnose._monitor.scaled_losses import ScaledLosses
 from gradscaler.diagnose._monitor.step_log import Observations, StepLog
@@ -38,6 +39,7 @@ class Iteration:
     seen: Optimizers | None = None  # if sampled
     unscaled: list[str] = field(default_factory=list)  # see Optimizers
     added_to: list[Tensor] = field(default_factory=list)  # magnitudes from UsedGradients
+    checks: list[LateCheck] = field(default_factory=list)  # without a scaler, on a device
 
     def place_of(self, optimizer: object) -> int:
         """The number of other optimizers that have stepped so far."""
@@ -46,7 +48,7 @@ class Iteration:
     def add_to(self, log: StepLog) -> None:
         """Add the iteration, and its sample if one was due, to a log; waits for the device."""
         skipped = {key: outcome.skipped for key, outcome in self.outcomes.items()}
-        loss = self._loss()
+        loss = self.loss()
         *_, last = self.outcomes.values()
         found = [o.nonfinite for o in self.outcomes.values() if o.nonfinite is not None]
         nonfinite = tuple(chain(*found)) if found else None
@@ -65,7 +67,7 @@ class Iteration:
             seen = self.seen and replace(self.seen, unscaled=tuple(self.unscaled))
             log.add_sample(loss, optimizers=seen, **fields_of(self.measured.values()))
 
-    def _loss(self) -> float | None:
+    def loss(self) -> float | None:
         """The first loss that is not finite, else the latest loss."""
         value = None
         for loss in self.losses:

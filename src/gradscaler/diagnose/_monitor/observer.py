@@ -28,7 +28,7 @@ from gradscaler.outcome import HISTORY_LENGTH, StepOutcome
 MethodT = TypeVar("MethodT", bound=Callable[..., None])
 
 
-def _closes_if_asked(method: MethodT) -> MethodT:
+def closes_if_asked(method: MethodT) -> MethodT:
     """Make an observer's method close the observer at its end, if it was asked to close."""
 
     @wraps(method)
@@ -58,8 +58,7 @@ class EagerObserver(StepSource):
         """Note the scaler's present state."""
         self._finish: Callable[[], None] | None = None  # to call when a delayed close happens
         self._is_in_step = False  # whether unscale_() or step() began, and no step has ended since
-        bases = type(self.scaler).__mro__
-        is_torch = any(base.__module__.startswith("gradscaler.torch") for base in bases)
+        is_torch = self.framework == "torch"
         # With several processes, operations see parts of tensors, and may be collectives.
         sees_operations = is_torch and self.world_size == 1
         self._iterations = Iterations(self.scaler, self.log, self.every)
@@ -77,7 +76,7 @@ class EagerObserver(StepSource):
         """The iterations that ended and may not be in the log yet."""
         return self._iterations.waiting
 
-    @_closes_if_asked
+    @closes_if_asked
     def scaled(self, outputs: Tensor, /) -> None:
         """Remember the loss, without its graph."""
         if is_locating.get():
@@ -100,13 +99,13 @@ class EagerObserver(StepSource):
             return
         iteration.losses.append(loss if loss.ndim == 0 else loss.mean())
 
-    @_closes_if_asked
+    @closes_if_asked
     def unscaling(self, optimizer: object, scale: SupportsFloat, /) -> None:
         """Measure the gradients if a sample is due, before anything clips them."""
         self._before_step(optimizer, scale)
         self._iterations.latest.is_unscaled = True
 
-    @_closes_if_asked
+    @closes_if_asked
     def stepping(self, optimizer: object, scale: SupportsFloat | None, /) -> None:
         """Measure the gradients if a sample is due and ``unscaling`` has not measured them."""
         self._before_step(optimizer, scale)
@@ -136,7 +135,7 @@ class EagerObserver(StepSource):
         if self._cut_off.is_looking:
             self._cut_off.note(self._named(optimizer))
 
-    @_closes_if_asked
+    @closes_if_asked
     def stepped(self, optimizer: object, outcome: StepOutcome, /) -> None:
         """Inspect the gradients if they are not finite."""
         self._is_in_step = False
@@ -158,7 +157,7 @@ class EagerObserver(StepSource):
                 bad = {id(named[each.name]) for each in outcome.nonfinite}
                 self._graphs.gradients.note(bad, {id(p) for p in named.values()} - bad)
 
-    @_closes_if_asked
+    @closes_if_asked
     def updating(self) -> None:
         """End the iteration, and report what is wrong, such as too many skips."""
         self._is_in_step = False
@@ -182,18 +181,9 @@ class EagerObserver(StepSource):
 
     def _judge(self, ended: int) -> None:
         """Read the iterations that ended, if a reading is due, and report what is wrong."""
-        waiting = self.waiting
         was_watched = self._watch.step == ended
-        is_due = len(waiting) >= HISTORY_LENGTH or bool(waiting and waiting[-1].measured)
         is_write_due = self.log.is_write_due
-        if (
-            self.forensics
-            or was_watched
-            or (self._graphs and self._graphs.located)
-            or is_due
-            or is_write_due
-        ):
-            self.read()
+        self._read_if_due(was_watched or is_write_due)
         if is_write_due:
             self.log.add_sample()
         self._keep_located(ended)
@@ -206,6 +196,17 @@ class EagerObserver(StepSource):
         if not is_late:
             self.log.check()
 
+    def _read_if_due(self, is_due: bool) -> None:
+        """Read the iterations that ended if that is due, for this reason or for another one."""
+        if is_due or self.forensics or self._must_read or (self._graphs and self._graphs.located):
+            self.read()
+
+    @property
+    def _must_read(self) -> bool:
+        """Whether the latest iteration was measured, or too many wait to be read."""
+        waiting = self.waiting
+        return len(waiting) >= HISTORY_LENGTH or bool(waiting and waiting[-1].measured)
+
     def _keep_located(self, ended: int) -> None:
         """Keep what the watches of the latest step located, and prepare those of the next."""
         if self._graphs is None:
@@ -217,7 +218,7 @@ class EagerObserver(StepSource):
         self._watch.keep_located(self._graphs.found(has_failed))
         self._graphs.step_ended(ended, has_failed, is_hopeless)
 
-    @_closes_if_asked
+    @closes_if_asked
     def updated(self) -> None:
         """Begin to watch the next iteration if that is wanted, now that the scale has moved."""
         if self._updated == self._iterations.ended:
@@ -315,7 +316,7 @@ class EagerObserver(StepSource):
         measured[id(optimizer)] = replace(found, missing=missing, unmoved=unmoved)
 
 
-# All methods under @_closes_if_asked share one code object, that of its wrapper.
+# All methods under @closes_if_asked share one code object, that of its wrapper.
 _CALLS = EagerObserver.updated.__code__, OperationWatch.call.__code__
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._monitor.warning_filter import WarningFilter
 from gradscaler.diagnose._record.finding import Finding, Verdict
-from gradscaler.diagnose._record.lines import Line, Sample, Skip, VerdictLine, Watched
+from gradscaler.diagnose._record.lines import BadStep, Line, Sample, Skip, VerdictLine, Watched
 from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._record.step import Step
 from gradscaler.diagnose._record.writer import RunFile, ScalarLog
@@ -28,7 +28,7 @@ OnStuck = Literal["warn", "raise", "continue"]
 
 logger = logging.getLogger("gradscaler")
 
-_MOST_NONFINITE = 10  # gradients that a line lists
+MOST_NONFINITE = 10  # gradients that a line lists
 _MANY_CALLS = 10  # calls without a step that are worth a look
 _NONFINITE = "parameter", "state"  # kinds of findings
 _LONGEST_UNWRITTEN = 1.0  # seconds of training that the file of a killed process may lack
@@ -84,6 +84,7 @@ class Counts(NamedTuple):
     evidence: Evidence = Evidence(0, 0)  # from the lines written so far
     optimizer: int | None = None  # the only one in the last step; None if there were several
     observed: Observations = _NOTHING  # since the last sample
+    bad: int | None = None  # the latest step that was applied with gradients that were not finite
 
 
 class StepLog:
@@ -106,6 +107,7 @@ class StepLog:
         on_stuck: OnStuck,
         stuck_after: int,
         judge: Callable[[StepLog], Verdict],
+        tell: Callable[[Finding], object] | None = None,
     ) -> None:
         self.history: deque[Step] = deque(maxlen=HISTORY_LENGTH)
         self._writers: Sequence[RunFile | ScalarLog] | None = writers  # a copy has None
@@ -113,6 +115,7 @@ class StepLog:
         self._on_stuck = on_stuck
         self._stuck_after = stuck_after
         self._judge = judge
+        self._tell_user = _warn if tell is None else tell
         self.counts = Counts(step, sampled=step)
         self._written_at = monotonic()  # the time of the last sample
         self._watched = step  # the last step that add_watched was called for
@@ -178,6 +181,21 @@ class StepLog:
         if is_inspected and skip is not None:
             self._write(skip)
 
+    def add_bad(self, line: BadStep) -> None:
+        """Note a step that was applied with gradients that were not finite, and report the first.
+
+        Only the first of a streak of such steps is written.
+        """
+        before, self.counts = self.counts, self.counts._replace(bad=line.step)
+        if before.bad in (line.step - 1, line.step):
+            return
+        self.counts = self.counts._replace(evidence=before.evidence.after(line))
+        self._write(line)
+        findings = self._judge(self).findings[:1]
+        self._filter.note(findings[0])
+        if self._on_stuck != "continue":
+            self._tell(findings)
+
     def add_sample(self, loss: float | None = None, **measured: object) -> None:
         """Write a sample: the steps since the last one, and the measurements of the last step."""
         counts = self.counts
@@ -200,7 +218,7 @@ class StepLog:
             return
         self.counts = self.counts._replace(observed=Observations(tuple(calls)))
         if calls.count(calls[-1]) == _MANY_CALLS:
-            _warn(self._look(is_last=False))
+            self._tell(self._look(is_last=False))
 
     @property
     def evidence(self) -> Evidence:
@@ -260,7 +278,11 @@ class StepLog:
         if self._filter.is_due(self.counts.step):
             findings = self._look(is_last=False)
             self._filter.has_looked()
-            _warn(findings)
+            self._tell(findings)
+
+    def _tell(self, findings: Sequence[Finding]) -> None:
+        for finding in findings:
+            self._tell_user(finding)
 
     def _look(self, is_last: bool) -> list[Finding]:
         """The findings to warn of; writes which parameter or optimizer state is not finite."""
@@ -308,8 +330,10 @@ class StepLog:
         if self._on_stuck == "raise":
             raise StuckError(line.text)
         self._filter.note(line.findings[0])
-        if self._on_stuck == "warn":
+        if self._on_stuck == "warn" and self._tell_user is _warn:
             warnings.warn(StuckWarning(line.text), stacklevel=levels_to_caller())
+        elif self._on_stuck == "warn":
+            self._tell(line.findings[:1])
 
     @property
     def stuck_streak(self) -> SkipStreak | None:
@@ -367,7 +391,7 @@ class StepLog:
         writers, self._writers = self._writers, ()  # an interrupted call writes no more
         for writer in writers or ():
             writer.close()
-        _warn(findings)  # last, as warnings may be errors
+        self._tell(findings)  # last, as warnings may be errors
 
     def _write(self, line: Line) -> None:
         if self._writers is not None and isinstance(line, Skip):
@@ -380,7 +404,8 @@ class StepLog:
 class StepSource:
     """The base class of objects that add a scaler's steps to a log."""
 
-    scaler: Any  # in its state before the first step
+    scaler: Any  # in its state before the first step; or a loop without one
+    framework: str  # such as "torch"
     model: Any  # gives the parameters their names, or None
     log: StepLog
     every: int  # steps from one sample to the next
@@ -428,20 +453,19 @@ def _skip_of(step: Step) -> Skip:
     """The line of a skipped step."""
     found = step.nonfinite or ()
     listed = None if step.nonfinite is None else _listed(found)
-    return Skip(step.step, step.scale, step.loss, listed, len(found[_MOST_NONFINITE:]))
+    return Skip(step.step, step.scale, step.loss, listed, len(found[MOST_NONFINITE:]))
 
 
 def _listed(found: tuple[NonfiniteGradient, ...]) -> tuple[NonfiniteGradient, ...]:
     """The gradients that a line lists: the first ones, and one with an Inf if any holds one."""
-    first, rest = found[:_MOST_NONFINITE], found[_MOST_NONFINITE:]
+    first, rest = found[:MOST_NONFINITE], found[MOST_NONFINITE:]
     inf = next((each for each in rest if each.num_inf), None)
     is_missing = inf is not None and not any(each.num_inf for each in first)
     return (*first[:-1], inf) if is_missing and inf is not None else first
 
 
-def _warn(findings: Sequence[Finding]) -> None:
-    for finding in findings:
-        warnings.warn(FindingWarning(finding.text), stacklevel=levels_to_caller())
+def _warn(finding: Finding) -> None:
+    warnings.warn(FindingWarning(finding.text), stacklevel=levels_to_caller("torch."))
 
 
 def _in_one_line(skip: Skip) -> str:

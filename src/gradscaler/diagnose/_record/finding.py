@@ -61,6 +61,9 @@ class Verdict:
             every scale, even at 1 or less. ``"floor"``: the gradients are too large for a scale of
             1, or for the smallest one. ``"divergence"``: the loss exploded before them.
 
+            In a loop without a scaler, these are causes of the first step that was applied although
+            its gradients were not finite.
+
             Kinds for steps that are skipped now and then. ``"data"``: skips go on after the scale
             has settled. ``"restart"``: the run was continued without the scaler's state.
 

@@ -34,6 +34,7 @@ FORMATS = {
     for form in (
         Format("float16", -14, 10, 65504.0),
         Format("bfloat16", -126, 7, 2.0**128 - 2.0**120),
+        Format("float32", -126, 23, 2.0**128 - 2.0**104),
         Format("float8_e4m3", -6, 3, 448.0),  # OCP's: it has no Inf, and larger numbers instead
         Format("float8_e5m2", -14, 2, 57344.0),
     )

@@ -33,14 +33,14 @@ KINDS: dict[str, Kind] = {
     "divergence": Kind("bad", "The training diverges", explains_skips=True),
     "activations": Kind("bad", "A module makes NaN or Inf", explains_skips=True),
     "loss": Kind("bad", "The loss itself is NaN or Inf", explains_skips=True),
-    "nan": Kind("bad", "A gradient is NaN at every scale", explains_skips=True),
+    "nan": Kind("bad", "A gradient is NaN or Inf", explains_skips=True),
     "floor": Kind(
         "bad", "Gradients overflow at the smallest scale", explains_skips=True, shows_fit=True
     ),
     "state": Kind("bad", "The optimizer's state is NaN or Inf", explains_skips=True),
-    "data": Kind("bad", "Steps are skipped, again and again", explains_skips=True),
-    "silent": Kind("bad", "The loss is NaN or Inf, and no step is skipped"),
-    "misuse": Kind("bad", "The scaler is used the wrong way", is_of_sample=True),
+    "data": Kind("bad", "Some batches are bad", explains_skips=True),
+    "silent": Kind("bad", "The loss is NaN or Inf, and the gradients are finite"),
+    "misuse": Kind("bad", "The training loop has a mistake", is_of_sample=True),
     "restart": Kind("warning", "The run was continued without the scaler's state"),
     "dead": Kind("bad", "Gradients are exactly 0", is_of_sample=True),
     "stalled": Kind("bad", "Parameters in 16 bits no longer move", is_of_sample=True),

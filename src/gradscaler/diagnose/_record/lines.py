@@ -84,11 +84,12 @@ class Start:
     """The first line of a file, and the first line of each process that continued the run.
 
     Attributes:
-        framework: the scaler's framework, such as ``"torch"``.
+        framework: the training's framework, such as ``"torch"``.
         dtype: the format that shares and histograms refer to.
         every: the average number of steps from one sample to the next.
         step: the number of steps in the file before this line.
-        policy: the policy's ``name``, and its parameters by their names.
+        policy: the policy's ``name``, and its parameters by their names; empty if there is no
+            scaler. Then samples have no ``scale``, ``scales`` and ``skips`` in the file.
         time: the time of the start, in UTC, in ISO 8601.
         rank: the rank of the process; omitted from the file if one process trains alone.
         world_size: the number of processes that train together; omitted if it is 1.
@@ -237,6 +238,29 @@ class Skip:
 
 
 @dataclass(frozen=True)
+class BadStep:
+    """A step that an optimizer applied although its gradients held an Inf or a NaN.
+
+    Only a loop without a scaler has such steps. A file holds the first of each streak of them.
+
+    Attributes:
+        step: the step's number.
+        loss: the loss; None if it was not seen.
+        nonfinite: the first 10 gradients that held an Inf or a NaN, as in :class:`Skip`.
+        more: the number of further gradients that held one.
+        located: the place where the first Inf or NaN was made; None if that was not seen.
+    """
+
+    kind: ClassVar[str] = "bad_step"
+
+    step: Step
+    loss: float | None = None
+    nonfinite: tuple[NonfiniteGradient, ...] = ()
+    more: int = 0
+    located: Located | None = None
+
+
+@dataclass(frozen=True)
 class VerdictLine:
     """A verdict, and the step after which the monitor gave it.
 
@@ -285,5 +309,5 @@ class Watched:
     calls: Mapping[str, int] = field(default_factory=dict)
 
 
-Line = Start | Sample | Skip | VerdictLine | Watched
+Line = Start | Sample | Skip | BadStep | VerdictLine | Watched
 LineT = TypeVar("LineT", bound=Line)

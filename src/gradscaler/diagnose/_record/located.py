@@ -40,7 +40,8 @@ class Located:
         smallest_divisor: the smallest magnitude of the divisor of a division in a forward pass;
             None if the operation is not a division, or overwrote its divisor.
         is_likely: whether this is a conclusion from which gradients were bad, and not yet seen. No
-            numbers are known then.
+            numbers are known then. They are not known either, and the size is 0, if a gradient was
+            Inf or NaN because the operation read a number at which its slope is Inf.
     """
 
     module: str | None
@@ -75,8 +76,8 @@ class Located:
         if self.module is None:
             inside = f"another module ({self.type}, " if self.type else "a function ("
             where = f"{inside}{self.dtype})"
-        if self.is_likely:
-            return f"{self.kind} of {where}{in_}{at}: probably"
+        if self.is_likely or not self.size:
+            return f"{self.kind} of {where}{in_}{at}{': probably' * self.is_likely}"
         text = (
             f"{self.kind} of {where}{of}{in_}{at}: {found} of {self.size}; "
             f"largest {'gradient' if backward else 'input'} {self.largest_input:g}"

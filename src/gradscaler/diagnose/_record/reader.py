@@ -9,6 +9,7 @@ from typing import Any, Generic
 from gradscaler.diagnose._record.checks import loads, shown, value_as
 from gradscaler.diagnose._record.lines import (
     VERSION,
+    BadStep,
     Line,
     Sample,
     Skip,
@@ -20,8 +21,9 @@ from gradscaler.diagnose._record.recorded_run import RunT
 
 _LONGEST_LINE = 2**26  # bytes; a model of 10,000 parameters takes 2**22
 _KINDS: dict[str, type[Line]] = {
-    kind.kind: kind for kind in (Start, Sample, Skip, VerdictLine, Watched)
+    kind.kind: kind for kind in (Start, Sample, Skip, VerdictLine, Watched, BadStep)
 }
+_UNSCALED = {"scale": 1.0, "scales": [], "skips": []}  # of a sample, without a scaler
 
 
 class RunFollower(Generic[RunT]):
@@ -63,14 +65,17 @@ class RunFollower(Generic[RunT]):
                     break
                 self._add(data)
         if self._run is None and self._lines[Start]:
-            starts, samples, skips, verdicts, watched = map(tuple, self._lines.values())
-            self._run = self._kind(starts, samples, skips, verdicts, watched, file=self._path.name)
+            starts, samples, skips, verdicts, watched, bad = map(tuple, self._lines.values())
+            lines = starts, samples, skips, verdicts, watched
+            self._run = self._kind(*lines, bad_steps=bad, file=self._path.name)
         return self._run
 
     def _add(self, data: bytes) -> None:
         number = self._number + 1
         try:
-            line = _line(loads(data), first=number == 1)
+            starts = self._lines[Start]
+            unscaled = _UNSCALED if starts and not starts[-1].policy else {}
+            line = _line({**unscaled, **loads(data)}, first=number == 1)
         except (ValueError, RecursionError) as error:
             what = error if isinstance(error, ValueError) else "is nested too deeply"
             raise ValueError(f"{self._path}: line {number}: {what}") from None

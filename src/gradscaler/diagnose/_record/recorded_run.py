@@ -9,6 +9,7 @@ from statistics import median
 from typing import TypeVar
 
 from gradscaler.diagnose._record.lines import (
+    BadStep,
     Line,
     LineT,
     Sample,
@@ -34,13 +35,20 @@ class RecordedRun:
     skips: tuple[Skip, ...]
     verdicts: tuple[VerdictLine, ...]
     watched: tuple[Watched, ...] = ()
+    bad_steps: tuple[BadStep, ...] = ()
     before: Before | None = None  # how the previous run in the same file ended
     file: str = field(default="", compare=False)  # its name
+
+    @property
+    def has_scaler(self) -> bool:
+        """Whether losses are scaled."""
+        return bool(self.starts[-1].policy)
 
     @cached_property
     def num_steps(self) -> int:
         """The number of the last step."""
         lines: tuple[Line, ...] = (*self.starts, *self.samples, *self.skips, *self.verdicts)
+        lines = *lines, *self.bad_steps
         return max((line.step for line in lines), default=0)
 
     @cached_property
@@ -74,7 +82,8 @@ class RecordedRun:
             losses = sample.losses or (sample.loss,)
             steps = enumerate(losses, sample.step + 1 - len(losses))
             found |= {step: loss for step, loss in steps if loss is not None}
-        found |= {skip.step: skip.loss for skip in self.skips if skip.loss is not None}
+        failed: tuple[Skip | BadStep, ...] = (*self.skips, *self.bad_steps)
+        found |= {step.step: step.loss for step in failed if step.loss is not None}
         return {step: found[step] for step in sorted(found)}
 
     @cached_property
@@ -94,7 +103,12 @@ class RecordedRun:
 
     @cached_property
     def scales(self) -> dict[int, float]:
-        """The loss scale by step; a step that is not a key used the scale of the key before it."""
+        """The loss scale by step; a step that is not a key used the scale of the key before it.
+
+        It is empty if there is no scaler.
+        """
+        if not self.has_scaler:
+            return {}
         used = {step: scale for sample in self.samples for step, scale in sample.scales}
         used |= {sample.step: sample.scale for sample in self.samples}
         used |= {skip.step: skip.scale for skip in self.skips}
@@ -123,5 +137,6 @@ class RecordedRun:
             skips=within(self.skips),
             verdicts=within(self.verdicts),
             watched=within(self.watched),
+            bad_steps=within(self.bad_steps),
             before=None,
         )

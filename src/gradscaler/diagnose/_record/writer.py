@@ -20,6 +20,7 @@ from gradscaler.diagnose._record.step import Before
 logger = logging.getLogger("gradscaler")
 
 _fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
+_OF_SCALER = "scale", "scales", "skips"  # of a sample
 _SPELLED = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
 _SHARE = 'give each process a Monitor and a file of its own, path="run.{rank}.jsonl"'
 _open_files: set[FileIO] = set()  # keeps a file open until its monitor has written the last lines
@@ -52,6 +53,7 @@ class RunFile:
         self.step = start.step
         self.before: Before | None = None
         self._has_failed = False
+        self._left_out = () if start.policy else _OF_SCALER
         self._file = path.open("ab", buffering=0)
         try:
             _lock(self._file)
@@ -78,7 +80,8 @@ class RunFile:
         if self._has_failed:
             return
         try:
-            self._append({"kind": line.kind, **vars(line)})
+            kept = {name: n for name, n in vars(line).items() if name not in self._left_out}
+            self._append({"kind": line.kind, **kept})
         except ValueError:
             if not self._file.closed:  # a signal handler may have closed it in the meantime
                 raise
@@ -150,15 +153,16 @@ class Log(Protocol):
 class ScalarLog:
     """Gives the numbers of samples, and the kinds of findings, to a user's function."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: Log, has_scaler: bool = True) -> None:
         self._log: Log | None = log
+        self._has_scaler = has_scaler
 
     def write(self, line: Line) -> None:
         """Give the function a line's scalars, if there are any.
 
         If it raises, warn once, and call it no more: a training must not end because of its log.
         """
-        scalars = _scalars_of(line)
+        scalars = _scalars_of(line, self._has_scaler)
         if self._log is None or not scalars:
             return
         try:
@@ -173,12 +177,12 @@ class ScalarLog:
         self._log = None
 
 
-def _scalars_of(line: Line) -> dict[str, float]:
+def _scalars_of(line: Line, has_scaler: bool) -> dict[str, float]:
     if isinstance(line, VerdictLine):
         return {f"findings/{finding.kind}": 1.0 for finding in line.findings}
     if not isinstance(line, Sample):
         return {}
-    numbers = {"loss_scale": line.scale, "skipped_steps": len(line.skips)}
+    numbers = {"loss_scale": line.scale, "skipped_steps": len(line.skips)} if has_scaler else {}
     seen = {"loss": line.loss, "gradient_norm": line.norm}
     seen |= {} if line.shares is None else vars(line.shares)
     return {name: float(n) for name, n in {**numbers, **seen}.items() if n is not None}

@@ -13,7 +13,7 @@ from gradscaler.diagnose._findings.ranks import read_run
 from gradscaler.diagnose._findings.run import Run
 from gradscaler.diagnose._gradients.fitting_scales import Fit
 from gradscaler.diagnose._record.kinds import Level, kind_of
-from gradscaler.diagnose._record.lines import LineT, Shares, Skip, Watched
+from gradscaler.diagnose._record.lines import BadStep, LineT, Shares, Skip, Watched
 from gradscaler.diagnose.report._source import Source, source_of
 from gradscaler.diagnose.report._words import ends, number, percent, shown
 
@@ -92,9 +92,9 @@ def content_of(run: Run) -> Content:
         verdict.text,
         _with_rows(_origins(latest)),
         _facts_of(latest),
-        {"": _course_of(run, norms, run.shares)} if run.scales else {},
+        {"": _course_of(run, norms, run.shares)} if _has_course(run) else {},
         latest.fit if any(kind_of(kind).shows_fit for kind in kinds) else None,
-        _with_rows(_skips(latest), _ranks(run)),
+        _with_rows(_skips(latest), _bad_steps(latest), _ranks(run)),
         "" if found is None else found.action,
         None if found is None else source_of(found.line, latest.starts[-1].time),
         _origin_of(latest),
@@ -114,7 +114,7 @@ def content_of_runs(runs: Mapping[str, Run]) -> Content:
         "",
         _with_rows(Table("What differs", names, differing, names=0)),
         "",
-        {name: _course_of(run, {}, {}) for name, run in runs.items() if run.scales},
+        {name: _course_of(run, {}, {}) for name, run in runs.items() if _has_course(run)},
         None,
         _with_rows(Table("What is alike", ("", "all"), alike, names=0)),
     )
@@ -151,7 +151,9 @@ def _facts_of(run: Run) -> str:
     facts = {} if where is None else {"Look at": shown(where)}
     if where is not None and run.verdict.kind in ("underflow", "range"):
         facts |= _shares_of(where, run)
-    facts |= {"Steps": _steps(run), "Skipped": _skipped(run)}
+    facts |= {"Steps": _steps(run)}
+    if run.has_scaler:
+        facts["Skipped"] = _skipped(run)
     if run.scales:
         facts["Loss scale"] = ends(list(map(number, run.scales.values())))
     if run.num_losses > 1:
@@ -161,7 +163,10 @@ def _facts_of(run: Run) -> str:
         )
     if start.world_size > 1:
         facts["Rank"] = f"{start.rank:,} (of {start.world_size:,})"
-    facts["Policy"] = shown(str(start.policy.get("name", "unknown")), 40)
+    if run.has_scaler:
+        facts["Policy"] = shown(str(start.policy.get("name", "unknown")), 40)
+    else:
+        facts["Computed in"] = start.dtype
     return _in_one_line(facts)
 
 
@@ -188,6 +193,11 @@ def _shares_of(where: str, run: Run) -> dict[str, str]:
     return {}
 
 
+def _has_course(run: Run) -> bool:
+    """Whether anything was seen of a run's steps."""
+    return bool(run.scales or run.losses or run.norms)
+
+
 def _course_of(
     run: Run, curves: Mapping[str, Mapping[int, float]], shares: Mapping[int, Shares]
 ) -> Course:
@@ -202,8 +212,11 @@ def _with_rows(*tables: Table) -> list[Table]:
 
 def _origins(run: Run) -> Table:
     """The places where an Inf or NaN was made first, the latest place on top."""
-    groups: dict[object, list[Watched]] = {}
-    for watched in run.watched:
+    groups: dict[object, list[Watched | BadStep]] = {}
+    # After the first bad step, the parameters themselves are bad.
+    last = min((bad.step for bad in run.bad_steps), default=run.num_steps)
+    seen: list[Watched | BadStep] = [each for each in run.watched if each.step <= last]
+    for watched in (*run.bad_steps, *seen):
         if (found := watched.located) is not None:
             place = (found.operation, found.line) if found.operation else found.module
             groups.setdefault(place, []).append(watched)
@@ -232,6 +245,16 @@ def _skips(run: Run) -> Table:
     return Table(title, headings, rows, names=2)
 
 
+def _bad_steps(run: Run) -> Table:
+    """The steps that were applied with gradients of Inf or NaN, the first of each streak."""
+    rows = [
+        (f"{bad.step:,}", _held(bad), "" if bad.loss is None else number(bad.loss))
+        for bad in run.bad_steps[:_MOST_ROWS]
+    ]
+    title = "Steps that were applied with Inf or NaN, the first of each streak"
+    return Table(title, ("Step", "Gradients with Inf or NaN", "Loss"), rows, names=1)
+
+
 def _latest_first(groups: Iterable[list[LineT]]) -> list[list[LineT]]:
     """The latest groups of lines, sorted by the last step of each group, the latest first."""
     return sorted(groups, key=lambda alike: alike[-1].step, reverse=True)[:_MOST_ROWS]
@@ -246,13 +269,18 @@ def _row(alike: Sequence[Skip], are_of_ranks: bool) -> tuple[str, ...]:
     if are_of_ranks and last.nonfinite == ():
         gradients = "another rank's"
     if last.nonfinite:
-        first, others = last.nonfinite[0], len(last.nonfinite) - 1 + last.more
-        counts = {"Inf": first.num_inf, "NaN": first.num_nan}
-        held = ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)
-        shape = shown("x".join(map(str, first.shape)), 60)
-        gradients = f"{shown(first.name)}: {held} of {shape} ({shown(first.dtype, 20)})"
-        gradients += f"; {others:,} more" if others else ""
+        gradients = _held(last)
     return steps, f"{len(alike):,}", gradients, losses, scales
+
+
+def _held(step: Skip | BadStep) -> str:
+    """The first gradient of a step that held an Inf or NaN, and the number of the others."""
+    first, *rest = step.nonfinite or ()
+    counts, others = {"Inf": first.num_inf, "NaN": first.num_nan}, len(rest) + step.more
+    held = ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)
+    shape = shown("x".join(map(str, first.shape)), 60)
+    gradients = f"{shown(first.name)}: {held} of {shape} ({shown(first.dtype, 20)})"
+    return f"{gradients}; {others:,} more" if others else gradients
 
 
 def _ranks(run: Run) -> Table:
@@ -279,12 +307,13 @@ def _cells(runs: Mapping[str, Run]) -> dict[str, list[str]]:
     keys = dict.fromkeys(key for policy in policies for key in policy if key != "name")
     cells = {
         "verdict": [headline_of(run).text for run in each],
-        "policy": [str(policy.get("name", "unknown")) for policy in policies],
+        "policy": [str(policy.get("name", "unknown" if policy else "")) for policy in policies],
         **{key: [_value(policy.get(key)) for policy in policies] for key in keys},
         "measured against": [start.dtype for start in starts],
         "framework": [start.framework for start in starts],
         "steps": list(map(_steps, each)),
-        "skipped": list(map(_skipped, each)),
+        "skipped": [_skipped(run) if run.has_scaler else "" for run in each],
+        "first bad step": [f"{run.bad_steps[0].step:,}" if run.bad_steps else "" for run in each],
         "last scale": list(map(_last_scale, each)),
         "last finite loss": list(map(_last_loss, each)),
         "flushed": [_latest_share(run, "flushed") for run in each],

@@ -105,10 +105,11 @@ def drawings_of(content: Content) -> list[Drawing]:
 def over_time(courses: Mapping[str, Course]) -> Drawing:
     """The scales, skips and curves of all runs on shared axes, and the shares of a single run."""
     runs = list(courses.values())
+    scaled = [run for run in runs if run.scales]
     panels = [
         _Panel("Loss scale", 1.6, partial(_draw_scales, runs=runs)),
         _Panel("Skipped steps so far", 1.0, partial(_draw_skips, runs=runs)),
-    ]
+    ] * bool(scaled)
     for name in dict.fromkeys(name for run in runs for name in run.curves):
         curves = [run.curves.get(name, {}) for run in runs]
         panels.append(_Panel(name, 1.3, partial(_draw_curves, curves=curves)))
@@ -116,10 +117,12 @@ def over_time(courses: Mapping[str, Course]) -> Drawing:
         title = f"What {runs[0].dtype} makes of the gradients"
         panels.append(_Panel(title, 1.6, partial(_draw_shares, shares=runs[0].shares)))
     height = sum(panel.height for panel in panels) + 0.9 + 0.1 * len(runs)
-    caption = (
-        "The loss scale that each step used, and how many steps were skipped up to it. A mark "
-        "above a curve is a number that is NaN or Inf."
-    )
+    caption = "A mark above a curve is a number that is NaN or Inf."
+    if scaled:
+        caption = (
+            "The loss scale that each step used, and how many steps were skipped up to it. "
+            f"{caption}"
+        )
     return Drawing("Over time", caption, height, partial(_draw, courses=courses, panels=panels))
 
 

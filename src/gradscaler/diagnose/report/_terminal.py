@@ -97,7 +97,8 @@ class _Quantity(NamedTuple):
 
 
 def _quantities(runs: Sequence[Course]) -> Iterator[_Quantity]:
-    yield _Quantity("loss scale", [run.scales for run in runs])
+    if any(run.scales for run in runs):
+        yield _Quantity("loss scale", [run.scales for run in runs])
     for name in dict.fromkeys(name for run in runs for name in run.curves):
         yield _Quantity(name.lower(), [run.curves.get(name, {}) for run in runs])
     for name, share in CLASSES.items():

@@ -140,8 +140,10 @@ class Trace:
         than 2**12 times that largest gradient.
 
         Raises:
-            ValueError: the run has no histograms, is not in float16, or is too long.
+            ValueError: the run has no loss scale or histograms, is not in float16, or is too long.
         """
+        if not run.has_scaler:
+            raise ValueError("the run has no loss scale, so there is no policy to replay")
         dtype = run.starts[-1].dtype
         if dtype != "float16":
             raise ValueError(f"only a run in float16 can be replayed, and this one is in {dtype}")

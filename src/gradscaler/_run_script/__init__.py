@@ -1,0 +1,43 @@
+"""``gradscaler run``: a user's script under a monitor, without a change.
+
+Until the script imports PyTorch, this package imports nothing but the standard library, so that
+environment variables that the script sets still count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+
+from gradscaler._run_script.after_import import after_import
+from gradscaler._run_script.program import program_of
+from gradscaler._run_script.tracebacks import show_from
+
+
+def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Run the script or the module of a command line; it ends as under ``python``."""
+    if not options.command:
+        parser.error("give a script, or -m and a module")
+    options.folder = options.output.absolute()  # the script may change the working directory
+    target, *arguments = options.command
+    after_import("torch", partial(_watch, options))
+    try:
+        program = program_of(target, options.is_module)
+    except OSError as error:
+        parser.error(f"can't open {target!r}: {error.strerror or error}")
+    except ImportError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    except SyntaxError:
+        show_from(None)
+        raise
+    program.run(arguments)
+    return 0
+
+
+def _watch(options: argparse.Namespace) -> None:
+    """Watch this process, now that PyTorch is imported."""
+    from gradscaler._run_script.session import Session
+
+    Session(options).start()

@@ -1,0 +1,34 @@
+"""The run files of a process: names that no other process and no other run uses."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from itertools import count
+from pathlib import Path
+
+
+class RunFiles:
+    """Names the files of the runs of this process, such as ``train-20260131-0935-4711.jsonl``.
+
+    The ranks of one launch share the name before ``.rank0``, as they have one parent process.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        script = Path(sys.argv[0])
+        name = script.parent.name if script.stem == "__main__" else script.stem
+        is_alone = "RANK" not in os.environ
+        process = os.getpid() if is_alone else os.getppid()
+        self._rank = "" if is_alone else f".rank{os.environ['RANK']}"
+        self._start = folder / f"{name or 'run'}-{time.strftime('%Y%m%d-%H%M')}-{process}"
+
+    def next(self) -> Path:
+        """A file that does not exist; its folder does."""
+        self._start.parent.mkdir(parents=True, exist_ok=True)
+        for number in count(1):
+            run = f".{number}" if number > 1 else ""
+            path = Path(f"{self._start}{run}{self._rank}.jsonl")
+            if not path.exists():
+                return path
+        raise AssertionError("unreachable")

@@ -1,0 +1,134 @@
+"""The models that optimizers train, found in memory, under the names of the user's variables."""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from inspect import CO_OPTIMIZED
+from types import FrameType, ModuleType
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+# A module of these packages with one child and no parameter of its own wraps a model.
+_WRAPPERS = "torch.nn.parallel.", "torch._dynamo.", "torch.distributed.", "accelerate.", "lightning"
+_NOT_USERS = "torch.", "gradscaler."
+
+
+def models_of(optimizers: Iterable[torch.optim.Optimizer]) -> Module | dict[str, Module]:
+    """The model that optimizers train, without its wrappers; several by their variables' names.
+
+    A model is a module in memory that is in no other module and holds one of their parameters. This
+    looks at each object that Python's garbage collector knows, once, so it finds copies and loaded
+    models, too. If there is none, the tensors that are trained make one.
+    """
+    trained = {
+        id(p): p for each in optimizers for group in each.param_groups for p in group["params"]
+    }
+    found = [_inner(each) for each in _outermost() if _holds(each, trained)]
+    models = list({id(each): each for each in found}.values())
+    return _named(models) if len(models) > 1 else next(iter(models), Tensors(trained.values()))
+
+
+class Tensors(Module):
+    """A model of tensors that are in no module, such as an image that is trained itself."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = tuple(tensors)
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
+        """Each tensor, by its number."""
+        yield from ((f"tensor_{number}", each) for number, each in enumerate(self._tensors))
+
+
+def _outermost() -> list[Module]:
+    """The modules in memory that are in no other module, except a monitor's own."""
+    types: dict[type, bool] = {}
+    modules = []
+    for each in gc.get_objects():
+        kind = type(each)  # isinstance() would run code of proxies
+        if kind not in types:
+            types[kind] = issubclass(kind, Module) and not kind.__module__.startswith("gradscaler.")
+        if types[kind] and "_modules" in vars(each):
+            modules.append(each)
+    inner = {id(child) for each in modules for child in each.children()}
+    return [each for each in modules if id(each) not in inner]
+
+
+def _holds(module: Module, trained: Mapping[int, object]) -> bool:
+    return any(id(parameter) in trained for parameter in module.parameters())
+
+
+def _inner(model: Module) -> Module:
+    """A model without the wrappers of DDP, FSDP, ``torch.compile`` and trainers."""
+    while type(model).__module__.startswith(_WRAPPERS):
+        children = list(model.children())
+        if len(children) != 1 or next(model.parameters(recurse=False), None) is not None:
+            break
+        model = children[0]
+    return model
+
+
+def _named(models: list[Module]) -> dict[str, Module]:
+    """Models by the names of variables, else of their classes."""
+    names: dict[int, str] = {}
+    missing = {id(each) for each in models}
+    for name, value in _variables():
+        if issubclass(type(value), Module) and id(inner := _inner(value)) in missing:
+            names.setdefault(id(inner), re.sub(r"\W", "_", name))
+        if len(names) == len(missing):
+            break
+    named: dict[str, Module] = {}
+    for model in models:
+        name = names.get(id(model), type(model).__name__)
+        while name in named:
+            name = f"{name}_"
+        named[name] = model
+    return named
+
+
+def _variables() -> Iterator[tuple[str, Any]]:
+    """The variables of the user's running functions, innermost first, and what they hold."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if not f"{frame.f_globals.get('__name__')}.".startswith(_NOT_USERS):
+            yield from _of_mapping(_locals_of(frame))
+            yield from _of_mapping(frame.f_globals)
+        frame = frame.f_back
+
+
+def _locals_of(frame: FrameType) -> dict[str, Any]:
+    """A copy of a frame's local variables, which keeps no graph of a loss alive.
+
+    Before Python 3.13, a frame keeps the dict of its local variables, and so what it holds.
+    """
+    kept = frame.f_locals
+    found = dict(kept)
+    if frame.f_code.co_flags & CO_OPTIMIZED and sys.version_info < (3, 13):
+        for name, value in found.items():
+            if issubclass(type(value), torch.Tensor):
+                del kept[name]
+    return found
+
+
+def _of_mapping(names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Variables, then the attributes of objects such as ``self`` and the entries of dicts."""
+    values = [(name, value) for name, value in list(names.items()) if not name.startswith("__")]
+    yield from values
+    for _, value in values:
+        yield from ((name, each) for name, each in _inside(value) if type(name) is str)
+
+
+def _inside(value: Any) -> list[tuple[Any, Any]]:
+    """The entries of a dict, or the attributes of an object, without code of its own."""
+    if type(value) is dict:
+        return list(value.items())
+    is_model = issubclass(type(value), (Module, ModuleType))
+    with suppress(Exception):
+        return [] if is_model else list(object.__getattribute__(value, "__dict__").items())
+    return []  # it has no attributes

@@ -1,0 +1,32 @@
+"""An observer of a scaler, which tells when a loss is scaled and when a step has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class ScalerWatch:
+    """The first observer of a scaler. A monitor that its first call puts on hears of that loss."""
+
+    def __init__(self, scaled: Callable[[], None], ended: Callable[[], None]) -> None:
+        self._scaled, self._ended = scaled, ended
+
+    def scaled(self, outputs: object, /) -> None:
+        """Make the first call."""
+        self._scaled()
+
+    def unscaling(self, optimizer: object, scale: object, /) -> None:
+        """Nothing to do."""
+
+    def stepping(self, optimizer: object, scale: object, /) -> None:
+        """Nothing to do."""
+
+    def stepped(self, optimizer: object, outcome: object, /) -> None:
+        """Nothing to do."""
+
+    def updating(self) -> None:
+        """Nothing to do."""
+
+    def updated(self) -> None:
+        """Make the second call."""
+        self._ended()

@@ -1,0 +1,141 @@
+"""The runs of a process: when one begins, and when it ends."""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+from torch.optim import Optimizer
+
+from gradscaler._run_script import fastai
+from gradscaler._run_script.after_import import after_import
+from gradscaler._run_script.calls import after_init, before_next_backward
+from gradscaler._run_script.files import RunFiles
+from gradscaler._run_script.models import models_of
+from gradscaler._run_script.scaler_watch import ScalerWatch
+from gradscaler._run_script.termination import before_termination
+from gradscaler._run_script.voice import NO_STEP, say
+from gradscaler._run_script.watched_run import WatchedRun
+from gradscaler.diagnose._graph.lines import Tracebacks
+from gradscaler.torch import GradScaler, install
+from gradscaler.torch._install import replace_sharded
+
+_MOST_RUNS = 20  # a search over settings; an inner optimizer for each batch would make thousands
+_LOOP = 0  # the key of the loop without a scaler; others are the ids of scalers
+
+
+class Session:
+    """Puts a monitor on each scaler, or on the loop of a process that uses none.
+
+    A run begins with the first backward pass after its optimizers were made, as models are complete
+    then. New optimizers, of other parameters, begin a new run.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options, self._files = options, RunFiles(options.folder)
+        self._process = os.getpid()
+        self._new = WeakSet[Optimizer]()  # made since the latest run began
+        self._model: Any = None  # of the latest run
+        self._known: set[int] = set()  # ids of its parameters
+        self._runs: dict[int, WatchedRun] = {}
+        self._num_runs = 0
+        self._lines = Tracebacks()  # of the first forward pass, which comes before the monitor
+
+    def start(self) -> None:
+        """Watch this process from now on."""
+        install()
+        after_import("torch.distributed.fsdp.sharded_grad_scaler", replace_sharded)
+        after_init(Optimizer, self._see_optimizer)
+        after_import("fastai.optimizer", self._see_fastai)
+        after_init(GradScaler, self._see_scaler)
+        before_termination(self.end)
+        self._end_first()
+
+    def _end_first(self) -> None:
+        """Let the verdict come before monitors close by themselves at exit."""
+        atexit.unregister(self.end)
+        atexit.register(self.end)
+
+    @property
+    def _is_off(self) -> bool:
+        """Whether this is a child that was forked, or enough runs are on file."""
+        return os.getpid() != self._process or self._num_runs >= _MOST_RUNS
+
+    def _see_optimizer(self, optimizer: Optimizer) -> None:
+        if self._is_off or _held_by([optimizer]) <= self._known:
+            return
+        if not self._new:
+            self._lines.start()
+            before_next_backward(self._begin_loop)
+        self._new.add(optimizer)
+
+    def _see_fastai(self) -> None:
+        after_init(fastai.own_optimizer(), self._see_optimizer)
+
+    def _see_scaler(self, scaler: GradScaler) -> None:
+        if not self._is_off:
+            calls = partial(self._begin_scaled, scaler), partial(self._end_step, id(scaler))
+            scaler.add_observer(ScalerWatch(*calls))
+
+    def _begin_loop(self) -> None:
+        if self._new and not self._is_off:  # else a scaler was first to see the new optimizers
+            self._begin(_LOOP, None)
+
+    def _begin_scaled(self, scaler: GradScaler) -> None:
+        if not self._is_off and (self._new or id(scaler) not in self._runs):
+            self._begin(id(scaler), scaler)
+
+    def _end_step(self, key: int) -> None:
+        if key in self._runs:
+            self._runs[key].step_ended()
+
+    def _begin(self, key: int, scaler: GradScaler | None) -> None:
+        """Begin a run; those of earlier optimizers end."""
+        self._lines.stop()
+        if self._new:
+            self._end_runs()
+        self._num_runs += 1
+        _guarded(partial(self._open, key, scaler))
+        self._end_first()
+
+    def _open(self, key: int, scaler: GradScaler | None) -> None:
+        self._find_model()
+        self._runs[key] = WatchedRun(scaler, self._model, self._files.next(), self._options)
+
+    def _find_model(self) -> None:
+        """Find the model of the optimizers that were made since the latest run began."""
+        if optimizers := list(self._new):
+            self._new.clear()
+            self._model = models_of(optimizers)
+            models = self._model.values() if isinstance(self._model, dict) else [self._model]
+            self._known = {id(p) for model in models for p in model.parameters()}
+
+    def end(self) -> None:
+        """Close all files, and print the verdicts."""
+        if os.getpid() == self._process:
+            self._end_runs()
+            if not self._num_runs:
+                self._num_runs = _MOST_RUNS
+                say(NO_STEP)
+
+    def _end_runs(self) -> None:
+        runs, self._runs = self._runs, {}
+        for run in runs.values():
+            _guarded(run.end)
+
+
+def _guarded(call: Callable[[], None]) -> None:
+    """Make a call; what goes wrong in it must not end a training."""
+    try:
+        call()
+    except Exception as error:
+        say(f"cannot watch this training: {type(error).__name__}: {error}")
+
+
+def _held_by(optimizers: Iterable[Optimizer]) -> set[int]:
+    return {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}

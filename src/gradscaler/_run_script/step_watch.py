@@ -1,0 +1,60 @@
+"""A watch of each operation in one step, which the user asked for by its number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from gradscaler._run_script.voice import say
+from gradscaler.diagnose import Monitor
+from gradscaler.diagnose._locate.module_hooks import ModuleHooks
+from gradscaler.diagnose._locate.operation_watch import OperationWatch
+
+
+class StepWatch:
+    """Watches a step from the end of the step before until an optimizer steps.
+
+    Args:
+        step: its number in the run.
+        monitor: the monitor of the run, which counts the steps.
+        model: the model, or a module that holds several.
+    """
+
+    def __init__(self, step: int, monitor: Monitor, model: Any) -> None:
+        self._step, self._monitor = step, monitor
+        self._hooks = ModuleHooks(model)
+        self._operations = OperationWatch(self._hooks)
+        self._parts = self._hooks, self._operations
+        self._is_on = False
+        self._handles = [
+            register_optimizer_step_post_hook(lambda *_: self.step_ended()),
+            register_optimizer_step_pre_hook(lambda *_: self._stop()),
+        ]
+
+    def step_ended(self) -> None:
+        """Watch from here on if the next step is the one; a skipped one ends here."""
+        self._stop()
+        history = self._monitor.history
+        if history and history[-1].step + 1 == self._step and not self._is_on:
+            self._is_on = True
+            for each in self._parts:
+                each.start()
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._stop()
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _stop(self) -> None:
+        """Stop watching, and say what was seen."""
+        if self._is_on:
+            self._is_on, self._step = False, 0
+            for each in reversed(self._parts):
+                each.stop()
+            found = self._operations.located
+            say(f"step watched: {found or 'no operation made an Inf or NaN'}")

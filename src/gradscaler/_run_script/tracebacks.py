@@ -1,0 +1,48 @@
+"""Tracebacks of a program's errors without the frames of gradscaler."""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import CodeType, TracebackType
+from typing import Any
+
+_OWN = str(Path(__file__).parents[1])
+
+
+def show_from(code: CodeType | None) -> None:
+    """Let the hook for an uncaught exception see the frames from a program's first on.
+
+    Frames of gradscaler below it stay only if gradscaler itself raised the error.
+    """
+    shown = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        while trace is not None and trace.tb_frame.f_code is not code:
+            trace = trace.tb_next
+        error.__traceback__ = trace
+        each: BaseException | None = error
+        while each is not None:
+            each.__traceback__ = _without_own(each.__traceback__)
+            each = each.__cause__ or each.__context__
+        shown(kind, error, error.__traceback__)
+
+    sys.excepthook = show
+
+
+def _without_own(trace: TracebackType | None) -> TracebackType | None:
+    entries = []
+    while trace is not None:
+        entries.append(trace)
+        trace = trace.tb_next
+    users = [each for each in entries if not _is_own(each)]
+    kept = entries if entries and _is_own(entries[-1]) else users
+    for before, after in pairwise([*kept, None]):
+        if before is not None:
+            before.tb_next = after
+    return kept[0] if kept else None
+
+
+def _is_own(entry: TracebackType) -> bool:
+    return entry.tb_frame.f_code.co_filename.startswith(_OWN)

@@ -1,0 +1,44 @@
+"""What the user reads on stderr: findings on the way, and the verdict at the end."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import textwrap
+from contextlib import suppress
+from pathlib import Path
+
+# As wide as the documents. A word may be a path, which stays whole.
+_PARAGRAPH = textwrap.TextWrapper(
+    100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+)
+
+NO_STEP = (
+    "no optimizer of this process took a step after a backward pass, so there is no verdict. "
+    "Processes that a script starts itself are not watched: start the script by torchrun."
+)
+
+
+def say(text: str, *lines: str) -> None:
+    """Print a text on stderr, and lines below it, which stay whole.
+
+    It is never a warning, which may be an error, and nothing happens if stderr is closed.
+    """
+    rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
+    wrapped = _PARAGRAPH.fill(f"gradscaler{rank}: {text}")
+    with suppress(OSError, ValueError, AttributeError):
+        if "tqdm" in sys.modules and sys.stderr.isatty():
+            print(file=sys.stderr)  # below its bar
+        print(wrapped, *lines, sep="\n  ", file=sys.stderr, flush=True)
+
+
+def is_quiet_rank() -> bool:
+    """Whether another rank says that nothing is wrong."""
+    return os.environ.get("RANK", "0") != "0"
+
+
+def shown(path: Path) -> str:
+    """A path as the user would type it."""
+    near = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return shlex.quote(str(near))

@@ -1,0 +1,74 @@
+"""The first step of a loop without a scaler that was applied with gradients of Inf or NaN."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gradscaler.diagnose._findings.advice import at_any_scale, at_line, of_backward
+from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._findings.losses import diverged
+from gradscaler.diagnose._findings.skips_in_a_row import (
+    EXPLAIN_ALL,
+    bad_parameter,
+    of_forward_pass,
+    of_loss,
+)
+from gradscaler.diagnose._record.finding import Finding
+from gradscaler.diagnose._record.lines import BadStep, Skip
+
+_GO_BACK = "Its weights are lost: go back to a checkpoint from before it."
+_IN_FLOAT16 = (
+    "numbers beyond 65504 are Inf in float16: scale the loss by a GradScaler, which skips such "
+    "steps, or train in bfloat16"
+)
+_OVERFLOW = (
+    "look for a division by a number near 0 or an exponential, lower the learning rate or warm it "
+    "up, and clip gradients"
+)
+
+
+def applied(evidence: Evidence) -> Finding | None:
+    """The cause of the first bad step, which destroyed the weights that it was applied to."""
+    bad = evidence.bad_step
+    if bad is None:
+        return None
+    skip = Skip(bad.step, 1.0, bad.loss, bad.nonfinite, bad.more)  # as if it had been skipped
+    past = tuple(step for step in evidence.past if step.step < bad.step)
+    then = replace(evidence, skips=(skip,), located=bad.located, past=past, parameter=None)
+    so = f"step {bad.step} was applied with gradients of Inf or NaN"
+    finding = (
+        bad_parameter(then, f"so {so}")
+        or diverged(then)
+        or of_forward_pass(then, so)
+        or of_loss(then, so)
+        or _of_gradients(then, bad)
+    )
+    back = "" if "checkpoint" in finding.action else f" {_GO_BACK}"
+    action = f"{finding.action}{back}"
+    return replace(finding, action=action, steps=(bad.step,), count=1, is_certain=True)
+
+
+def _of_gradients(evidence: Evidence, bad: BadStep) -> Finding:
+    """Gradients that are not finite though the loss is."""
+    nan = next((each for each in bad.nonfinite if each.num_nan), None)
+    first, found = nan or bad.nonfinite[0], bad.located
+    what = "NaN" if first.num_nan else "Inf"
+    at = at_line(found, ", by the gradient of")
+    loss = ", though the loss is finite" if bad.loss is not None else ""
+    if evidence.world_size > 1 and (found is None or found.is_likely):
+        cause = (
+            f"The gradient of {first.name} is {what}{loss} on this rank, and step {bad.step} was "
+            "applied with it: it may come from another rank."
+        )
+        return Finding("elsewhere", cause, EXPLAIN_ALL, first.name)
+    action = of_backward(found)
+    if not first.num_nan and not at:
+        action = _IN_FLOAT16 if evidence.is_in_float16 else _OVERFLOW
+    return Finding(
+        "nan",
+        f"The gradient of {first.name} is {what}{at}{loss}, and step {bad.step} was applied with "
+        "it.",
+        at_any_scale(action, evidence),
+        first.name,
+        None if found is None else found.line,
+    )

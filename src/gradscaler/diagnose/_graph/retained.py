@@ -1,0 +1,77 @@
+"""What the nodes of one graph keep, held until its backward pass is over."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from gradscaler.diagnose._gradients.arrays import to_numpy
+from gradscaler.diagnose._gradients.reading import Tensor, count_nonfinite, read
+from gradscaler.diagnose._graph.nodes import kept
+from gradscaler.diagnose._graph.reader import GraphReader
+from gradscaler.diagnose._graph.slopes import is_at_pole, is_steep, part_of
+from gradscaler.diagnose._locate.call_site import Node, differentiated
+from gradscaler.diagnose._record.located import Located
+
+# Operations whose gradient can be Inf or NaN though the loss is finite: their slope is Inf at some
+# number, or they make an Inf or NaN that the loss leaves out, as an exponential before a clamp.
+_HELD = re.compile(
+    r"sqrt|rsqrt|pow|prod|log|div|exp|softmax|acos|asin|atanh|erfinv|acosh|std|var|cdist"
+    r"|(linalg_vector_|linalg_matrix_|weight_)?norm$|reciprocal|scaled_dot_product|attention"
+)
+
+
+class RetainedGraph:
+    """The nodes of a graph, and the tensors that the suspicious ones of them keep.
+
+    A backward pass frees what the nodes keep. Only references are held, so nothing is computed or
+    copied. The nodes themselves can be read after the pass, too.
+
+    Args:
+        nodes: the nodes, in the order of the forward pass.
+        may_hold: False if the backward pass is over.
+    """
+
+    def __init__(self, nodes: Sequence[Node], may_hold: bool = True) -> None:
+        self.nodes = nodes
+        held = [node for node in nodes if may_hold and _is_held(node.name())]
+        self._kept = {node: kept(node) for node in held}
+
+    def located(
+        self, reader: GraphReader, bad: Collection[int], good: Collection[int]
+    ) -> Located | None:
+        """Where the first bad gradient began; it is only likely if no held tensor shows it.
+
+        Args:
+            reader: reads the nodes' places.
+            bad: the ids of the parameters whose gradient is not finite.
+            good: those of the parameters whose gradient is.
+        """
+        part = part_of(self.nodes, bad, good)
+        for node in part:  # the first that made an Inf or NaN, which the loss left out
+            for tensor in self._kept.get(node, {}).values():
+                if read(tensor).state == "bad":
+                    return _seen(reader.likely(node), tensor)
+        for node in reversed(part):  # the first of the backward pass
+            if node in self._kept and is_at_pole(node, self._kept[node]):
+                return _seen(reader.likely(node), None)
+        steep = [reader.likely(node) for node in part if is_steep(node)]
+        return steep[0] if steep and all(each.is_at(steep[0]) for each in steep) else None
+
+
+def _seen(likely: Located, tensor: Tensor | None) -> Located:
+    """A place that is no conclusion any more, with the numbers of the tensor that shows it."""
+    found = replace(likely, is_likely=False)
+    if tensor is None:
+        return found
+    values = to_numpy(tensor.detach())
+    num_inf, num_nan, largest = count_nonfinite(values)
+    size = values.size
+    return replace(found, num_inf=num_inf, num_nan=num_nan, size=size, largest_finite=largest)
+
+
+@lru_cache(maxsize=1000)  # a name per operation
+def _is_held(name: str) -> bool:
+    return bool(_HELD.match(differentiated(name)))

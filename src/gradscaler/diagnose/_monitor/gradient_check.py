@@ -1,0 +1,124 @@
+"""A check of gradients for Inf and NaN, in one reading of them that waits for no device."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from gradscaler.diagnose._gradients.arrays import dtype_name, local, shape_of
+from gradscaler.diagnose._gradients.reading import Tensor, inspect
+from gradscaler.diagnose._locate.call_site import Node
+from gradscaler.diagnose._monitor.host_copy import HostCopy
+from gradscaler.outcome import NonfiniteGradient
+
+_SMALL = 2**10  # elements; a copy of so few costs less than a call of their own
+
+
+class GradientCheck:
+    """The norms of the gradients of PyTorch parameters, given by their names.
+
+    A norm is Inf or NaN if a gradient holds one. On a CPU, small gradients share a 2-norm, which
+    may also be Inf because squares overflow, so a second look tells which gradients are bad. On a
+    device it is the largest magnitude of each, which tells that at once.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._groups: list[tuple[list[str], HostCopy]] = []
+        of_device: dict[Any, dict[str, Tensor]] = {}
+        for name, parameter in parameters.items():
+            if (gradient := parameter.grad) is not None:
+                of_device.setdefault(gradient.device, {})[name] = gradient
+        for device, gradients in of_device.items():
+            norms_of = _joint_norms if device.type == "cpu" else _largest_of_each
+            self._groups.append((list(gradients), HostCopy(norms_of(list(gradients.values())))))
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether no gradient is on a device."""
+        return all(norms.is_on_host for _, norms in self._groups)
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the norms are on the host."""
+        return all(norms.has_arrived for _, norms in self._groups)
+
+    def suspects(self) -> dict[str, float]:
+        """The gradients that may hold an Inf or a NaN, and their norms; waits for their arrival."""
+        found: dict[str, float] = {}
+        for names, copy in self._groups:
+            norms = copy.values()
+            if not math.isfinite(total := float(norms.sum())):
+                each = [total] * len(names) if copy.is_on_host else norms.tolist()
+                found |= {n: norm for n, norm in zip(names, each, strict=True) if _is_bad(norm)}
+        return found
+
+    def nonfinite(self, parameters: Mapping[str, Tensor]) -> tuple[NonfiniteGradient, ...]:
+        """The gradients on a device that held an Inf or a NaN, and are gone: counts are 1 or 0."""
+        return tuple(
+            NonfiniteGradient(
+                *(name, shape_of(parameters[name]), dtype_name(parameters[name])),
+                *(int(math.isinf(norm)), int(math.isnan(norm)), math.nan),
+            )
+            for name, norm in self.suspects().items()
+        )
+
+
+class LateCheck(NamedTuple):
+    """A check of gradients on a device, which is read once it has arrived.
+
+    Attributes:
+        check: the check.
+        loss: the loss of the backward pass; None if it was not seen.
+        root: the node of that loss, whose graph shows the operations; None if it was not seen.
+    """
+
+    check: GradientCheck
+    loss: HostCopy | None
+    root: Node
+
+
+def nonfinite(parameters: Mapping[str, Tensor]) -> tuple[NonfiniteGradient, ...]:
+    """The gradients of parameters that hold an Inf or a NaN; waits for their device."""
+    return inspect({name: p.grad for name, p in parameters.items() if p.grad is not None})
+
+
+def total_norm(parameters: Iterable[Tensor]) -> float:
+    """The 2-norm of all gradients of parameters as one vector; waits for their device."""
+    of_device: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            of_device.setdefault(parameter.grad.device, []).append(parameter.grad)
+    return math.hypot(*(n for each in of_device.values() for n in _joint_norms(each).tolist()))
+
+
+def _is_bad(norm: float) -> bool:
+    return not math.isfinite(norm)
+
+
+def _joint_norms(gradients: list[Tensor]) -> Tensor:
+    """The 2-norms of the large gradients, and that of all small ones together."""
+    torch: Any = sys.modules["torch"]
+    with torch.no_grad():
+        try:
+            small = [each.flatten() for each in gradients if each.numel() <= _SMALL]
+            large = [each for each in gradients if each.numel() > _SMALL]
+            return torch.stack(torch._foreach_norm([*large, *[torch.cat(small)] * bool(small)]))
+        except (RuntimeError, TypeError, NotImplementedError):  # one is sparse, or split
+            return torch.stack([_elements_of(gradient).norm() for gradient in gradients])
+
+
+def _largest_of_each(gradients: list[Tensor]) -> Tensor:
+    torch: Any = sys.modules["torch"]
+    with torch.no_grad():
+        try:
+            return torch.stack(torch._foreach_norm(gradients, math.inf))
+        except (RuntimeError, TypeError, NotImplementedError):  # one is sparse, split or empty
+            return torch.stack([_elements_of(gradient).norm() for gradient in gradients])
+
+
+def _elements_of(gradient: Tensor) -> Tensor:
+    """The elements of a gradient that this process holds; of a sparse one, its values."""
+    own = local(gradient).detach()
+    return own.coalesce().values() if own.is_sparse else own

@@ -1,0 +1,186 @@
+"""The observer of a loop of PyTorch without a scaler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import takewhile
+from typing import NamedTuple
+
+from gradscaler.diagnose._gradients.reading import Tensor, inspect
+from gradscaler.diagnose._graph.watch import GraphWatch
+from gradscaler.diagnose._locate.call_site import Node
+from gradscaler.diagnose._monitor.gradient_check import GradientCheck, LateCheck, nonfinite
+from gradscaler.diagnose._monitor.host_copy import HostCopy
+from gradscaler.diagnose._monitor.iterations import Iteration
+from gradscaler.diagnose._monitor.observer import EagerObserver, closes_if_asked
+from gradscaler.diagnose._monitor.parameters import groups_of
+from gradscaler.diagnose._monitor.step_log import MOST_NONFINITE, StepLog
+from gradscaler.diagnose._record.lines import BadStep
+from gradscaler.diagnose._record.located import Located
+from gradscaler.outcome import NonfiniteGradient, StepOutcome
+
+_RANGES = "float16", "bfloat16", "float32"  # the narrowest first
+
+
+class Failure(NamedTuple):
+    """Gradients that were not finite after a backward pass, its loss, and where it began."""
+
+    loss: float | None
+    nonfinite: tuple[NonfiniteGradient, ...]
+    located: Located | None
+
+
+class LoopObserver(EagerObserver):
+    """Records the steps of a loop without a scaler, which are all applied.
+
+    Gradients are checked after each backward pass, before anything clips them. On a CPU, a step
+    that is applied although they are not finite is reported at once. On a device, losses and norms
+    are read when they have arrived on the host, and nothing waits for them.
+
+    Attributes:
+        dtype_seen: called with the narrowest dtype of the first backward passes; None if the dtype
+            of the samples was given.
+    """
+
+    dtype_seen: Callable[[str], None] | None = None
+    _graphs: GraphWatch
+
+    def __post_init__(self) -> None:
+        """Note the loop's present state."""
+        super().__post_init__()
+        self._trained: dict[str, Tensor] = {}
+        self._failure: Failure | None = None  # in this iteration
+        self._root: Node = None  # of the latest loss
+        self._is_checked = False  # whether gradients were checked since the step before
+
+    @closes_if_asked
+    def scaled(self, outputs: Tensor, /) -> None:
+        """Remember a loss, before its backward pass."""
+        super().scaled(outputs)
+        losses, self._root = self._iterations.latest.losses, outputs.grad_fn
+        if outputs.device.type == "cpu":
+            self._graphs.retain(outputs)
+        elif losses and not isinstance(losses[-1], HostCopy):
+            losses[-1] = HostCopy(losses[-1])
+
+    @closes_if_asked
+    def backward_ended(self) -> None:
+        """Check all gradients, and measure them if a sample is due."""
+        iteration = self._iterations.latest
+        self._check(iteration)
+        if iteration.is_sampled:
+            iteration.measured.clear()
+            for optimizer in self.parameters.optimizers:
+                self._measure(optimizer)
+
+    def _check(self, iteration: Iteration) -> None:
+        if iteration.is_sampled or not self._trained:
+            self._trained = dict(self.model.named_parameters())
+        check, self._is_checked = GradientCheck(self._trained), True
+        loss = iteration.losses[-1] if iteration.losses else None
+        if not check.is_on_host:
+            iteration.checks.append(LateCheck(check, loss, self._root))
+        elif suspects := check.suspects():
+            found = nonfinite({name: self._trained[name] for name in suspects})
+            if found and self._failure is None:
+                self._failure = self._failed(loss, found, self._root)
+        self._graphs.release()
+        self._root = None
+
+    def _failed(
+        self,
+        loss: Tensor | HostCopy | None,
+        found: tuple[NonfiniteGradient, ...],
+        root: Node,
+    ) -> Failure:
+        located = self._located({each.name for each in found}, root)
+        return Failure(None if loss is None else float(loss.item()), found, located)
+
+    def _located(self, names: set[str], root: Node) -> Located | None:
+        """Where the first Inf or NaN began, of a backward pass with these bad gradients."""
+        bad = {id(self._trained[name]) for name in names}
+        good = {id(p) for p in self._trained.values() if p.grad is not None} - bad
+        return self._graphs.located or self._graphs.of_backward(bad, good, root)
+
+    @closes_if_asked
+    def stepping(self, optimizer: object, scale: object, /) -> None:
+        """Check the gradients if no backward pass was seen to make them."""
+        super().stepping(optimizer, None)
+        if not self._is_checked:
+            self._check(self._iterations.latest)
+
+    def outcome_of(self, optimizer: object) -> StepOutcome:
+        """The outcome of a step that is done."""
+        groups = groups_of(optimizer)
+        if all(p.grad is None for group in groups for p in group["params"]):
+            return StepOutcome(1.0, False, "no_gradients")
+        outcome = StepOutcome(1.0, False, "disabled")  # loss scaling is
+        if self._failure is not None:
+            named = self._named(optimizer)
+            if nonfinite(named) or inspect(named):
+                outcome.nonfinite = self._failure.nonfinite
+        return outcome
+
+    @closes_if_asked
+    def stepped(self, optimizer: object, outcome: StepOutcome, /) -> None:
+        """Report a step that was applied although its gradients were not finite."""
+        super().stepped(optimizer, outcome)
+        failure, self._is_checked = self._failure, False
+        if failure is not None and outcome.nonfinite:
+            self._report(self._iterations.latest, failure)
+
+    def _report(self, iteration: Iteration, failure: Failure) -> None:
+        """Write a bad step, before its iteration ends and the next forward pass begins."""
+        found = failure.nonfinite
+        listed, more = found[:MOST_NONFINITE], len(found[MOST_NONFINITE:])
+        line = BadStep(iteration.number, failure.loss, listed, more, failure.located)
+        self.log.add_bad(line)
+
+    def _end(self) -> None:
+        iteration = self._iterations.latest
+        if iteration.is_first and iteration.outcomes and self.dtype_seen is not None:
+            dtype = next((each for each in _RANGES if each in iteration.backward), self.dtype)
+            if dtype != self.dtype:
+                self.dtype = dtype
+                self.dtype_seen(dtype)
+        if iteration.outcomes:
+            self._failure = None
+        super()._end()
+
+    def _read_if_due(self, is_due: bool) -> None:
+        """Add the iterations whose values have arrived, and wait for the others only if must be."""
+        self._read(self.waiting if self._must_read else takewhile(_has_arrived, self.waiting))
+
+    def _read(self, iterations: Iterable[Iteration]) -> None:
+        for iteration in iterations:
+            self._read_checks(iteration)
+            self._add_to(self.log, [iteration])
+
+    def _read_checks(self, iteration: Iteration) -> None:
+        """Report an iteration on a device, if its gradients and now its weights are not finite."""
+        late, iteration.checks = iteration.checks, []
+        bad = next((each for each in late if each.check.suspects()), None)
+        if bad is not None and inspect(self._trained):
+            failure = self._failed(bad.loss, bad.check.nonfinite(self._trained), bad.root)
+            for outcome in iteration.outcomes.values():
+                outcome.nonfinite = failure.nonfinite
+            self._report(iteration, failure)
+
+    def read(self) -> None:
+        """Add the waiting iterations to the log; waits for the device."""
+        self._read(self.waiting)
+
+    def snapshot(self) -> StepLog:
+        """A copy of the log with all steps so far; any thread may call this."""
+        log, latest = super().snapshot(), self._iterations.latest
+        if latest.outcomes and not self._is_in_step:
+            self._add_to(log, [latest])
+        return log
+
+    def _is_resumed(self, optimizer: object) -> bool:
+        return False  # there is no scaler whose state could be missing
+
+
+def _has_arrived(iteration: Iteration) -> bool:
+    losses = (each.has_arrived for each in iteration.losses if isinstance(each, HostCopy))
+    return all(losses) and all(late.check.has_arrived for late in iteration.checks)

@@ -1,0 +1,162 @@
+"""A training loop of PyTorch without a scaler, which announces what a scaler would announce."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from gradscaler.diagnose._gradients.reading import Tensor
+from gradscaler.diagnose._locate.module_hooks import Handle, remove_all
+from gradscaler.diagnose._monitor import backward_calls
+from gradscaler.diagnose._monitor.gradient_check import total_norm
+from gradscaler.diagnose._monitor.parameters import groups_of
+from gradscaler.outcome import Observer, StepOutcome
+
+Optimizer = Any
+
+
+class BackwardObserver(Observer, Protocol):
+    """An observer that is told of backward passes, too."""
+
+    def backward_ended(self) -> None:
+        """A backward pass has ended, and nothing has clipped its gradients yet."""
+
+    def outcome_of(self, optimizer: object) -> StepOutcome:
+        """The outcome of a step that is done."""
+
+
+class PlainLoop:
+    """Announces the losses and the steps of a loop to an observer, as a scaler with a scale of 1.
+
+    An iteration is a run of backward passes and the steps that follow them. It ends at the next
+    backward pass or, after the first iteration, when all optimizers that have stepped so far have
+    stepped in it. Steps come from PyTorch's hooks of optimizers, and losses from ``backward``.
+
+    Args:
+        model: the model. An optimizer is watched if it holds one of the model's parameters.
+        optimizers: the optimizers to watch; None for all that hold the model's parameters.
+
+    Attributes:
+        scale: 1.
+        is_enabled: True, as losses are to be observed.
+    """
+
+    scale, is_enabled, policy = 1.0, True, None
+
+    def __init__(self, model: Any, optimizers: Iterable[Optimizer] | None) -> None:
+        given = None if optimizers is None else list(optimizers)
+        self._given = None if given is None else weakref.WeakSet(given)
+        self._model = model
+        self._is_own = weakref.WeakKeyDictionary[Optimizer, bool]()
+        self._observer: BackwardObserver | None = None
+        self._handles: list[Handle] = []
+        weakref.finalize(self, remove_all, self._handles).atexit = False
+        self._stepping: list[int] = []  # ids of optimizers whose step is running, the inner last
+        self._known = weakref.WeakSet[Optimizer]()  # optimizers that have stepped
+        self._stepped: set[int] = set()  # ids of those in this iteration
+        self._has_known_all = False  # whether an iteration has ended
+
+    @property
+    def observed(self) -> PlainLoop:
+        """The loop, as a scaler's observers see it."""
+        return self
+
+    @property
+    def state(self) -> PlainLoop:
+        """The state, which is the scale alone."""
+        return self
+
+    def last_steps(self) -> list[tuple[Optimizer, StepOutcome]]:
+        """No steps, as none can be missed."""
+        return []
+
+    def total_norm(self, optimizer: Optimizer) -> float:
+        """The 2-norm of an optimizer's gradients as they are; waits for the device."""
+        return total_norm(p for group in groups_of(optimizer) for p in group["params"])
+
+    def add_observer(self, observer: BackwardObserver) -> None:
+        """Announce all calls to an observer from now on."""
+        from torch.optim.optimizer import (
+            register_optimizer_step_post_hook,
+            register_optimizer_step_pre_hook,
+        )
+
+        self._observer = observer
+        self._handles.append(register_optimizer_step_pre_hook(_weakly(self._before_step)))
+        self._handles.append(register_optimizer_step_post_hook(_weakly(self._after_step)))
+        backward_calls.listen(self)
+
+    def remove_observer(self, observer: BackwardObserver) -> None:
+        """Announce nothing more."""
+        remove_all(self._handles)
+        backward_calls.ignore(self)
+        self._observer = None
+
+    def before_backward(self, losses: Sequence[Tensor]) -> None:
+        """Announce the losses of a backward pass."""
+        if self._observer is None:
+            return
+        if self._stepped and not self._stepping:
+            self._end()
+            self._has_known_all = True
+        for loss in losses:
+            self._observer.scaled(loss)
+
+    def after_backward(self) -> None:
+        """Announce the end of a backward pass."""
+        if self._observer is not None:
+            self._observer.backward_ended()
+
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        if self._observer is None or not self._is_watched(optimizer):
+            return
+        if id(optimizer) in self._stepping:  # its step before has raised an error
+            self._stepping.clear()
+        self._stepping.append(id(optimizer))
+        if len(self._stepping) == 1:
+            self._observer.stepping(optimizer, None)
+
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        if self._observer is None or id(optimizer) not in self._stepping:
+            return
+        is_outer = self._stepping[0] == id(optimizer)
+        del self._stepping[self._stepping.index(id(optimizer)) :]
+        if not is_outer:  # such as the one that a wrapper steps
+            return
+        outcome = self._observer.outcome_of(optimizer)
+        self._observer.stepped(optimizer, outcome)
+        if outcome.known_reason != "no_gradients":
+            self._known.add(optimizer)
+            self._stepped.add(id(optimizer))
+        is_over = self._has_known_all and bool(self._stepped)
+        if is_over and {id(each) for each in self._known} <= self._stepped:
+            self._end()
+
+    def _end(self) -> None:
+        self._stepped.clear()
+        if self._observer is not None:
+            self._observer.updating()
+        if self._observer is not None:  # the monitor may have been closed
+            self._observer.updated()
+
+    def _is_watched(self, optimizer: Optimizer) -> bool:
+        if self._given is not None:
+            return optimizer in self._given
+        if optimizer not in self._is_own:
+            own = {id(parameter) for parameter in self._model.parameters()}
+            held = (p for group in groups_of(optimizer) for p in group["params"])
+            self._is_own[optimizer] = any(id(parameter) in own for parameter in held)
+        return self._is_own[optimizer]
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A function that calls a method, and does not keep its object alive."""
+    own = weakref.WeakMethod(method)
+
+    def call(*args: object) -> None:
+        bound = own()
+        if bound is not None:
+            bound(*args)
+
+    return call

@@ -1,0 +1,242 @@
+"""What a monitor says of loops without a scaler that fail, in the manner of public reports."""
+
+import re
+import warnings
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("rich")
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from gradscaler.__main__ import main
+from gradscaler.diagnose import FindingWarning, Monitor, read_run
+from tests.support.marked_lines import lines_marked_in
+
+pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
+line_with = lines_marked_in(__file__)
+FAILURES = {}
+NEVER = "scale", "skip", "policy"  # words that a run without a scaler has no use for
+
+
+def fails(kind, cause, action):
+    """Add a failure: its kind, and patterns for the cause and the action."""
+
+    def add(function):
+        FAILURES[function.__name__] = function, kind, cause, action
+        return function
+
+    return add
+
+
+class Training:
+    """A training of a small network, whose steps before the tenth are healthy."""
+
+    def __init__(self, dtype=torch.float32):
+        self.model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        self.dtype, self.step = dtype, 0
+
+    @property
+    def is_bad(self):
+        return self.step == 10
+
+    def outputs(self):
+        is_cast = self.dtype != torch.float32
+        with torch.autocast("cpu", self.dtype, enabled=is_cast):
+            return self.model(self.inputs)
+
+    def train(self, loss_of, steps):
+        for self.step in range(1, steps + 1):
+            self.inputs = torch.randn(32, 4)
+            self.target = self.inputs.flip(1)
+            self.optimizer.zero_grad()
+            loss_of(self).backward()
+            self.optimizer.step()
+
+
+@fails("loss", r"by log at {log}", r"logarithm of 0.*clamp")
+def log_of_zero(t):
+    probability = t.outputs().float().softmax(1)
+    if t.is_bad:
+        probability = probability * 0
+    return -probability[:, 0].log().mean()  # log
+
+
+@fails("loss", r"by div at {div}", r"[Cc]lamp the divisor")
+def division_by_a_norm_of_zero(t):
+    outputs = t.outputs().float()
+    if t.is_bad:
+        outputs = outputs * 0
+    unit = outputs / outputs.norm(dim=1, keepdim=True)  # div
+    return mse_loss(unit, t.target)
+
+
+@fails("nan", r"gradient of (norm|sqrt).* at {norm}, though the loss is finite", r"under the root")
+def slope_of_a_norm_at_zero(t):
+    outputs = t.outputs().float()
+    if t.is_bad:
+        outputs = outputs * 0
+    return outputs.square().sum(1).sqrt().mean() + outputs.mean()  # norm
+
+
+@fails("nan", r"gradient of softmax.* at {softmax}, though the loss is finite", r"masked entirely")
+def masked_rows_that_the_loss_leaves_out(t):
+    mask = torch.zeros(32, 4)
+    mask[30:] = -torch.inf if t.is_bad else 0.0
+    weights = (t.outputs().float() + mask).softmax(1)  # softmax
+    return mse_loss(weights[:30], t.target[:30])
+
+
+@fails("nan", r"gradient of exp.* at {exp}, though the loss is finite", r"clamp")
+def exponential_before_a_clamp(t):
+    ratio = t.outputs().float() * (1e4 if t.is_bad else 1)
+    return ratio.exp().clamp(max=2.0).mean()  # exp
+
+
+@fails("data", r"holds Inf or NaN before the forward pass.* at {data}", r"data")
+def a_bad_batch(t):
+    if t.is_bad:
+        t.inputs[3, 1] = torch.nan
+    return mse_loss(t.model(t.inputs), torch.ones(32, 4))  # data
+
+
+@fails("divergence", r"loss grew from .* to .*step \d+ was applied", r"lower the learning rate")
+def a_learning_rate_that_is_too_large(t):
+    t.optimizer.param_groups[0]["lr"] = 0.05 if t.step < 10 else 50.0
+    return mse_loss(t.outputs().float().exp(), t.target)
+
+
+@fails("parameter", r"The model's 0.bias is itself Inf or NaN", r"Go back to an earlier checkpoint")
+def a_parameter_that_other_code_writes(t):
+    if t.is_bad:
+        t.model[0].bias.data[2] = torch.nan
+    return mse_loss(t.outputs().float(), t.target)
+
+
+@fails("silent", r"The loss is nan in .* steps are applied", r"0 / 0|look at the batch|reads a")
+def a_term_without_a_gradient(t):
+    empty = torch.zeros(0).mean() if t.step >= 10 else torch.zeros(())
+    return mse_loss(t.outputs().float(), t.target) + empty
+
+
+@fails("dead", r"All gradients are exactly 0", r"without a slope")
+def gradients_of_zero(t):
+    return mse_loss(t.outputs().float() * (t.step < 5), t.target)
+
+
+@fails("misuse", r"the backward pass added to the gradients", r"optimizer.zero_grad\(\)")
+def gradients_that_are_never_zeroed(t):
+    t.optimizer.zero_grad = lambda: None
+    t.optimizer.param_groups[0]["lr"] = 1e-5
+    return mse_loss(t.outputs().float(), t.target)
+
+
+def lines_in(pattern):
+    """A pattern with the places of its marks."""
+    return re.sub(r"\{(\w+)\}", lambda mark: re.escape(line_with(mark[1])), pattern)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FAILURES)
+def test_what_fails_is_said_without_a_word_of_scalers(name, dtype, path, capsys):
+    loss_of, kind, cause, action = FAILURES[name]
+    training, told = Training(dtype), []
+    monitor = Monitor(model=training.model, path=path, tell=told.append)
+    training.train(loss_of, 60)
+    monitor.close()
+    verdict = monitor.verdict
+    assert verdict.kind == kind, verdict
+    assert re.search(lines_in(cause), verdict.findings[0].cause)
+    assert re.search(action, verdict.findings[0].action)
+    assert kind in [each.kind for each in told]
+    assert read_run(path).verdict == verdict
+    assert main(["explain", str(path)]) == 0
+    said = " ".join([str(verdict), *map(str, told), capsys.readouterr().out]).lower()
+    assert [word for word in NEVER if word in said.replace("gradscaler", "")] == []
+
+
+def healthy(t):
+    return mse_loss(t.outputs().float(), t.target)
+
+
+def with_a_spike(t):
+    return healthy(t) * (1e6 if t.is_bad else 1) / (1e6 if t.is_bad else 1) + 1e4 * t.is_bad
+
+
+def with_another_loss_later(t):
+    return healthy(t) + (1e4 if t.step > 30 else 0)
+
+
+def of_classes(t):
+    return cross_entropy(t.outputs().float(), t.target.argmax(1))
+
+
+def with_a_nan_that_is_left_out(t):
+    loss = healthy(t)
+    if t.is_bad:
+        (loss * torch.nan).backward()
+        t.optimizer.zero_grad()
+        loss = healthy(t)
+    return loss
+
+
+def clean(parameter):
+    parameter.grad.nan_to_num_(0.0)
+
+
+def with_gradients_that_are_cleaned(t):
+    for parameter in t.model.parameters():
+        if not parameter._post_accumulate_grad_hooks:
+            parameter.register_post_accumulate_grad_hook(clean)
+    root_of_zero = (0 * t.outputs().float()).square().sum().sqrt()
+    return healthy(t) + (root_of_zero if t.is_bad else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        healthy,
+        with_a_spike,
+        with_another_loss_later,
+        of_classes,
+        with_a_nan_that_is_left_out,
+        with_gradients_that_are_cleaned,
+    ],
+)
+def test_a_healthy_loop_is_normal_and_nothing_is_told(loss_of, dtype):
+    training, told = Training(dtype), []
+    monitor = Monitor(model=training.model, tell=told.append)
+    training.train(loss_of, 60)
+    monitor.close()
+    assert told == []
+    assert monitor.bad_step is None
+    steps = "None of 60 steps had a gradient of NaN or Inf"
+    assert monitor.verdict.kind == "normal"
+    assert monitor.verdict.text.startswith(steps)
+
+
+def test_a_loop_in_float16_is_told_the_share_of_gradients_that_it_flushes(path):
+    training = Training(torch.float16)
+    with warnings.catch_warnings(record=True) as said, Monitor(model=training.model, path=path):
+        warnings.simplefilter("always")
+        training.train(lambda t: 1e-6 * healthy(t), 60)
+    assert [each.category for each in said] == [FindingWarning]
+    assert said[0].filename == __file__
+    verdict = read_run(path).verdict
+    assert verdict.kind == "misuse"
+    zeros = [p.grad == 0 for p in training.model.parameters()]
+    share = sum(map(torch.sum, zeros)) / sum(each.numel() for each in zeros)
+    told = int(re.search(r"(\d+)% of the gradients are zero in float16", verdict.text)[1])
+    assert share > 0.1
+    assert told == pytest.approx(100 * share, abs=15)  # of another step
+    assert "GradScaler" in verdict.findings[0].action
+
+
+def test_a_loop_that_takes_no_step_is_told_what_is_watched():
+    with Monitor(model=nn.Linear(2, 1)) as monitor:
+        assert "optimizer of torch.optim" in monitor.verdict.text

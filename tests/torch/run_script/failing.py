@@ -1,0 +1,26 @@
+"""A training in bfloat16 that fails in its step 30, and ends in the way of its argument."""
+
+import os
+import signal
+import sys
+
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(1, 41):
+    inputs = torch.randn(8, 4)
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = model(inputs)
+    distances = torch.sqrt(outputs.float() + (100 if step < 30 else -100))  # fails
+    loss = distances.mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+print("trained", flush=True)
+if sys.argv[1] == "raise":
+    loss.backward()
+elif sys.argv[1] in ("SIGINT", "SIGTERM"):
+    os.kill(os.getpid(), signal.Signals[sys.argv[1]])

@@ -1,0 +1,41 @@
+"""The example of docs/run.md prints what the page shows."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.marked_lines import lines_marked_in
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "examples" / "torch_nan.py"
+PAGE = (ROOT / "docs" / "run.md").read_text(encoding="utf-8")
+SESSION = re.compile(r"^    \$ python (.*)\n((?:    .*\n)+)", re.MULTILINE)
+
+
+def without_numbers(text):
+    """Another processor may round another way, and each process has its number."""
+    return re.sub(r"[\d.-]+", "0", " ".join(text.split()))
+
+
+def test_the_terminal_looks_as_the_page_shows_it(tmp_path):
+    shown = dict(SESSION.findall(PAGE))
+    (alone, watched) = shown
+    assert watched == f"-m gradscaler run {alone}"
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    with subprocess.Popen(
+        [sys.executable, *watched.split()],
+        cwd=tmp_path,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    ) as process:
+        printed = process.stdout.read()
+    assert process.returncode == 0
+    assert without_numbers(printed) == without_numbers(shown[watched])
+    line = lines_marked_in(str(SCRIPT))("0 if both are the same point")
+    assert printed.count(line) == shown[watched].count(line) == 2
+    lines = [line for line in printed.splitlines() if line.startswith("step")]
+    assert without_numbers(" ".join(lines)) == without_numbers(shown[alone])

@@ -1,0 +1,95 @@
+"""What ``gradscaler run`` says of a training that fails, where it says it, and how it ends."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from gradscaler.diagnose import read_run
+from tests.support.marked_lines import lines_marked_in
+
+FAILING = Path(__file__).with_name("failing.py")
+LINE = Path(lines_marked_in(str(FAILING))("fails")).name
+STOPPED = 3
+ENDS = {"raise": 1, "SIGINT": -signal.SIGINT, "SIGTERM": -signal.SIGTERM}
+
+
+class Ended(NamedTuple):
+    status: int
+    printed: str
+    said: str
+    file: Path
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """The script after each way to end. A warning in it would be an error."""
+    folders = {way: tmp_path_factory.mktemp("runs") / "inner" for way in (*ENDS, "--stop")}
+    line = [sys.executable, "-W", "error", "-m", "gradscaler", "run"]
+    options = {"--stop": ["--stop"], "SIGINT": ["--watch", "30"]}
+    started = {
+        way: subprocess.Popen(
+            [*line, *options.get(way, ()), "-o", folder, "failing.py", way],
+            cwd=FAILING.parent,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for way, folder in folders.items()
+    }
+    found = {}
+    for way, process in started.items():
+        printed, said = process.communicate(timeout=120)
+        (file,) = folders[way].iterdir()
+        found[way] = Ended(process.returncode, printed, said, file)
+    return found
+
+
+def words(text):
+    """A text without the ends of its lines."""
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("way", ENDS)
+def test_a_training_ends_as_without_it_and_the_verdict_comes_last(ended, way):
+    status, printed, said, file = ended[way]
+    assert (status, printed) == (ENDS[way], "trained\n")
+    *_, verdict = said.split("gradscaler: ")
+    assert verdict.startswith("after 40 steps: ")
+    assert LINE in words(verdict)
+    assert f"  file:   {file}\n" in verdict
+    assert f"  report: python -m gradscaler report {file} -o report.html\n" in verdict
+    assert read_run(file).num_steps == 40
+
+
+def test_the_place_is_said_once_on_the_way(ended):
+    before, *_ = ended["raise"].said.split("gradscaler: after")
+    assert words(before).count(LINE) == 1
+    assert "FindingWarning" not in before
+
+
+@pytest.mark.parametrize(("way", "last"), [("raise", "RuntimeError"), ("SIGINT", "Keyboard")])
+def test_a_traceback_has_no_frame_of_gradscaler(ended, way, last):
+    trace = ended[way].said.partition("Traceback")[2].partition("gradscaler: after")[0]
+    files = [line for line in trace.splitlines() if line.startswith("  File")]
+    assert FAILING.name in files[0]
+    assert [line for line in files if "gradscaler" in line.replace(str(FAILING), "")] == []
+    assert trace.splitlines()[-1].startswith(last)
+
+
+def test_stop_ends_it_at_the_first_bad_step(ended):
+    status, printed, said, file = ended["--stop"]
+    assert (status, printed) == (STOPPED, "")
+    assert "after 30 steps" in said
+    assert "Traceback" not in said
+    assert read_run(file).num_steps == 30
+
+
+def test_a_step_that_is_watched_names_its_operation(ended):
+    found = words(ended["SIGINT"].said)
+    assert f"gradscaler: step watched: forward of a function (float32), sqrt at {LINE}: " in found
+    assert found.count("step watched") == 1
+    assert "step watched" not in ended["raise"].said

@@ -1,0 +1,90 @@
+"""The models that are found in memory, and their names."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+# What the launcher finds is not public.
+from gradscaler._run_script.models import models_of
+
+
+def sgd(*modules):
+    parameters = [p for module in modules for p in module.parameters()]
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def test_a_model_is_found_whole_by_an_optimizer_of_a_part_of_it():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    teacher = copy.deepcopy(model)
+    assert models_of([sgd(model[1])]) is model
+    assert models_of([sgd(teacher)]) is teacher
+
+
+def test_tensors_in_no_module_make_a_model():
+    image = torch.ones(2, requires_grad=True)
+    model = models_of([torch.optim.SGD([image], lr=0.1)])
+    assert [(name, each is image) for name, each in model.named_parameters()] == [
+        ("tensor_0", True)
+    ]
+    assert next(model.parameters()) is image
+
+
+def test_several_models_have_the_names_of_local_variables():
+    netG, netD = nn.Linear(2, 2), nn.Linear(2, 1)  # noqa: N806 # as in the example of PyTorch
+    assert models_of([sgd(netG), sgd(netD)]) == {"netG": netG, "netD": netD}
+
+
+class Proxy:
+    """An object whose attributes and class cannot be asked for, such as a lazy import."""
+
+    def __getattribute__(self, name):
+        raise RuntimeError(name)
+
+
+def test_objects_of_the_script_are_not_asked_for_anything():
+    proxy = Proxy()
+    one, two = nn.Linear(2, 2), nn.Linear(2, 1)
+    assert models_of([sgd(one), sgd(two)]) == {"one": one, "two": two}
+    del proxy
+
+
+class Trainer:
+    def __init__(self):
+        self.actor, self.heads = nn.Linear(2, 2), [nn.Linear(2, 1)]
+
+    def found(self):
+        return models_of([sgd(self.actor, *self.heads)])
+
+
+def test_several_models_have_the_names_of_attributes_else_of_classes():
+    trainer = Trainer()
+    assert trainer.found() == {"actor": trainer.actor, "Linear": trainer.heads[0]}
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize(
+    "wrap", [compiled, nn.DataParallel, lambda model: nn.DataParallel(compiled(model))]
+)
+def test_wrappers_are_looked_through(wrap):
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    one, two = wrap(first), wrap(second)
+    optimizers = [sgd(one), sgd(two)]
+    del first, second
+    models = models_of(optimizers)
+    assert list(models) == ["one", "two"]
+    assert [type(each) for each in models.values()] == [nn.Linear, nn.Linear]
+
+
+def test_looking_for_names_keeps_no_graph_alive():
+    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+    loss = two(one(torch.ones(2))).sum()
+    models_of([sgd(one), sgd(two)])
+    seen = weakref.ref(loss)
+    del loss
+    assert seen() is None

@@ -1,0 +1,143 @@
+"""A program under ``gradscaler run`` is as under ``python``: one process each, compared."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+PACKAGE = {
+    "package/__init__.py": "",
+    "package/other.py": "name = 'other'",
+    "package/inner.py": "from .other import name; print(name, __package__, __spec__.name)",
+    "package/__main__.py": "from . import other; print(other.name, __spec__.name, __package__)",
+    "folder/__main__.py": "import sys; print(sys.argv, sys.path[0], __file__, __spec__.name)",
+}
+SHOW = """
+    import __main__, os, pickle, sys
+    class Own:
+        pass
+    print(__name__, __file__, sys.argv, sys.path[:2], __spec__, __package__, __builtins__)
+    print(type(pickle.loads(pickle.dumps(Own()))) is Own, __main__.Own is Own)
+    print("numpy" in sys.modules, "torch" in sys.modules, 1 / 3)
+"""
+HOOK = """
+    import sys, traceback
+    sys.excepthook = lambda kind, error, trace: print(traceback.format_tb(trace))
+    1 / 0
+"""
+PROGRAMS = {
+    "script": (["script.py", "--every", "3", "-h", "--"], SHOW),
+    "relative": (["./script.py"], SHOW),
+    "exit": (["script.py"], "raise SystemExit(7)"),
+    "exit with a text": (["script.py"], "raise SystemExit('no data')"),
+    "exception": (["script.py"], "def f(): 1 / 0\ntry: f()\nfinally: print('end')"),
+    "chained": (["script.py"], "try: 1 / 0\nexcept Exception as e: raise OSError from e"),
+    "broken pipe": (["script.py"], "raise BrokenPipeError('theirs')"),
+    "interrupt": (["script.py"], "import atexit; atexit.register(print); raise KeyboardInterrupt"),
+    "syntax": (["script.py"], "x = = 3"),
+    "error of ours": (["script.py"], "import gradscaler; gradscaler.FixedScale(-1)"),
+    "own hook": (["script.py"], HOOK),
+    "module": (["-m", "script", "-m", "x"], "import sys; print(sys.argv, sys.path[0], __file__)"),
+    "inner module": (["-m", "package.inner"], ""),
+    "package": (["-m", "package"], ""),
+    "folder": (["folder"], ""),
+}
+SPAWN = """
+    import multiprocessing, sys
+    class Own:
+        value = 3
+    def work(given):
+        return type(given).__module__, given.value, "gradscaler" in sys.modules
+    if __name__ == "__main__":
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            print(pool.map(work, [Own()]))
+"""
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Starts a program below ``python`` or ``python -m gradscaler run``."""
+    for name, text in PACKAGE.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    def start(command, script, under=("-m", "gradscaler", "run")):
+        (tmp_path / "script.py").write_text(textwrap.dedent(script))
+        line = [sys.executable, "-B", *under, *command]
+        return subprocess.Popen(
+            line, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    return start
+
+
+def ended(process):
+    out, error = process.communicate(timeout=60)
+    return process.returncode, out, error
+
+
+@pytest.mark.parametrize(("command", "script"), PROGRAMS.values(), ids=PROGRAMS)
+def test_a_program_prints_and_ends_as_under_python(started, command, script):
+    ours, theirs = started(command, script), started(command, script, under=())
+    result = ended(ours)
+    assert result == ended(theirs)
+    assert any(result)
+
+
+def test_a_class_of_the_script_is_unpickled_in_a_spawned_process_that_nothing_watches(started):
+    assert ended(started(["script.py"], SPAWN)) == (0, "[('__mp_main__', 3, False)]\n", "")
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "says"),
+    [
+        ([], 2, "give a script, or -m and a module"),
+        (["nothing.py"], 2, "can't open 'nothing.py': No such file"),
+        (["-m", "nothing"], 1, "No module named nothing"),
+        (["-m", "package.nothing"], 1, "No module named package.nothing"),
+        (["--every", "0", "script.py"], 2, "--every: must be a whole number of at least 1"),
+    ],
+    ids=["none", "script", "module", "inner", "every"],
+)
+def test_what_cannot_be_run_is_said(started, command, status, says):
+    code, out, error = ended(started(command, ""))
+    assert (code, out) == (status, "")
+    assert says in error
+    assert "Traceback" not in error
+
+
+WAIT = "import time\nprint('ready', flush=True)\ntime.sleep(60)"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_program_as_under_python(started, number):
+    ends = []
+    for under in (("-m", "gradscaler", "run"), ()):
+        process = started(["script.py"], WAIT, under)
+        process.stdout.readline()
+        time.sleep(0.2)  # until it waits
+        process.send_signal(number)
+        ends.append(ended(process))
+    assert ends[0] == ends[1]
+    assert ends[0][0] == -number
+
+
+SCALERS = """
+    import sys
+    before = {"numpy", "torch", "gradscaler.torch"} & set(sys.modules)
+    import torch
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+    made = torch.amp.GradScaler("cpu"), torch.cuda.amp.GradScaler(), ShardedGradScaler("cpu")
+    print(before, *(type(each).__module__ for each in made))
+"""
+
+
+def test_scalers_become_ours_once_the_script_imports_pytorch(started, tmp_path):
+    code, out, error = ended(started(["script.py"], SCALERS))
+    ours = "gradscaler.torch.scaler gradscaler.torch._install gradscaler.torch.sharded"
+    assert (code, out) == (0, f"set() {ours}\n")
+    assert "no optimizer of this process took a step" in error
+    assert not (tmp_path / "gradscaler-runs").exists()
