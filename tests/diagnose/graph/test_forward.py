@@ -177,3 +177,41 @@ def test_an_inf_that_the_forward_pass_leaves_out_is_not_blamed():
 
     found = located(Net(), loss_of)
     assert (found.operation, found.line) == ("log", line_with("left out"))
+
+
+def three_losses(model, x, bad):
+    """A loss that is bad has a negative root."""
+    distances = model(x).abs()
+    one = (distances - 9 * int(bad == 1)).sqrt().mean()  # one
+    two = (distances - 9 * int(bad == 2)).sqrt().mean()  # two
+    three = (distances - 9 * int(bad == 3)).sqrt().mean()  # three
+    return one, two, three
+
+
+SUMS = {
+    "one after the other": lambda a, b, c: a + b + c,
+    "weighted": lambda a, b, c: (a + 0.1 * b - c / 8) / 2,
+    "a sum of a list": lambda a, b, c: sum([a, b, c]),
+    "stacked": lambda a, b, c: torch.stack([a, b, c]).sum(),
+}
+
+
+@pytest.mark.parametrize("how", SUMS)
+@pytest.mark.parametrize(("bad", "mark"), [(1, "one"), (2, "two"), (3, "three")])
+def test_the_summand_of_a_loss_that_is_not_finite_is_named(how, bad, mark):
+    found = located(Net(), lambda model, x: SUMS[how](*three_losses(model, x, bad)))
+    assert found.summand == f"{bad} of 3 (mean at {line_with(mark)})"
+    assert f"; in summand {bad} of 3" in str(found)
+
+
+def test_a_bad_parameter_that_all_summands_read_is_in_none_alone():
+    model = Net()
+    with torch.no_grad():
+        model.encoder.weight[0] = math.nan
+
+    def loss_of(model, x):
+        outputs = model(x)
+        return outputs.mean() + outputs.square().mean()
+
+    found = located(model, loss_of)
+    assert (found.parameter, found.summand) == ("weight", None)
