@@ -215,3 +215,18 @@ def test_a_bad_parameter_that_all_summands_read_is_in_none_alone():
 
     found = located(model, loss_of)
     assert (found.parameter, found.summand) == ("weight", None)
+
+
+def test_the_way_to_an_overflow_shows_how_the_numbers_grew():
+    model = nn.Linear(4, 4, bias=False).half()
+    nn.init.constant_(model.weight, 2.0)
+
+    def loss_of(model, _):
+        hidden = model(torch.full((8, 4), 8.0).half())  # 64
+        return ((hidden * 2.0) * hidden.exp().clamp(max=32.0) + 8.0).square().float().mean()
+
+    hidden = 4 * 8.0 * 2.0
+    sums = hidden * 2.0 * 32.0 + 8.0  # its square is beyond 65504
+    found = located(model, loss_of)
+    assert found.way.startswith(f"matmul {hidden:.2g} → ")
+    assert found.way.endswith(f" → add {sums:.2g} → pow Inf")

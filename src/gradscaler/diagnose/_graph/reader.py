@@ -19,6 +19,7 @@ from gradscaler.diagnose._graph.slopes import bad_in
 from gradscaler.diagnose._graph.sources import Sources
 from gradscaler.diagnose._graph.summands import summand_of
 from gradscaler.diagnose._graph.values import Values
+from gradscaler.diagnose._graph.way import way_to
 from gradscaler.diagnose._record.located import Located
 
 
@@ -59,6 +60,7 @@ class GraphReader:
         is_likely = has_packed(origin.node) and reads_unknown(origin.node)
         summand = self._summand_of(origin.node, loss.grad_fn)
         known: Any = {"smallest_divisor": divisor, "is_likely": is_likely, "summand": summand}
+        known["way"] = way_to(origin.node, origin.number, values)
         return located_at(site, "forward", made, largest, **known)
 
     def _values(self, result: Tensor) -> Values:
