@@ -11,8 +11,7 @@ from torch.optim.optimizer import (
 
 from gradscaler._run_script.voice import say
 from gradscaler.diagnose import Monitor
-from gradscaler.diagnose._locate.module_hooks import ModuleHooks
-from gradscaler.diagnose._locate.operation_watch import OperationWatch
+from gradscaler.diagnose._graph.search import Search
 
 
 class StepWatch:
@@ -26,9 +25,7 @@ class StepWatch:
 
     def __init__(self, step: int, monitor: Monitor, model: Any) -> None:
         self._step, self._monitor = step, monitor
-        self._hooks = ModuleHooks(model)
-        self._operations = OperationWatch(self._hooks)
-        self._parts = self._hooks, self._operations
+        self._search = Search(model)
         self._is_on = False
         self._handles = [
             register_optimizer_step_post_hook(lambda *_: self.step_ended()),
@@ -41,8 +38,7 @@ class StepWatch:
         history = self._monitor.history
         if history and history[-1].step + 1 == self._step and not self._is_on:
             self._is_on = True
-            for each in self._parts:
-                each.start()
+            self._search.start()
 
     def close(self) -> None:
         """Watch no more."""
@@ -54,7 +50,6 @@ class StepWatch:
         """Stop watching, and say what was seen."""
         if self._is_on:
             self._is_on, self._step = False, 0
-            for each in reversed(self._parts):
-                each.stop()
-            found = self._operations.located
+            self._search.stop()
+            found = self._search.located
             say(f"step watched: {found or 'no operation made an Inf or NaN'}")

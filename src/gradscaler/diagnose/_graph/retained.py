@@ -9,10 +9,10 @@ from functools import lru_cache
 
 from gradscaler.diagnose._gradients.arrays import to_numpy
 from gradscaler.diagnose._gradients.reading import Tensor, count_nonfinite, read
+from gradscaler.diagnose._graph.call_site import Node, differentiated
 from gradscaler.diagnose._graph.nodes import kept
 from gradscaler.diagnose._graph.reader import GraphReader
 from gradscaler.diagnose._graph.slopes import is_at_pole, is_steep, part_of
-from gradscaler.diagnose._locate.call_site import Node, differentiated
 from gradscaler.diagnose._record.located import Located
 
 # Operations whose gradient can be Inf or NaN though the loss is finite: their slope is Inf at some

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from itertools import chain
 
+from gradscaler.diagnose._graph.search import Search
 from gradscaler.diagnose._locate.module_hooks import (
     Module,
     ModuleHooks,
@@ -14,7 +15,6 @@ from gradscaler.diagnose._locate.module_hooks import (
     framework_of,
     modules_of,
 )
-from gradscaler.diagnose._locate.operation_watch import OperationWatch
 from gradscaler.diagnose._record.located import Located
 
 is_locating = ContextVar("is_locating", default=False)
@@ -25,16 +25,16 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
     """Run a closure, and locate the operation or module that makes its first Inf or NaN.
 
     In PyTorch, the result is an operation, inside a module or outside all of them, with the user's
-    line. It is the first operation whose output is not finite although its inputs are, and whose
-    Inf or NaN reaches the loss or another result. If there is none, the backward pass is searched.
-    There, the result is the first operation whose input has a gradient that is not finite although
-    its outputs' gradients are, and whose Inf or NaN reaches the gradient of a leaf. Its line is
-    then that of the forward pass. An Inf or NaN that ``where`` or a softmax leaves out does no
-    harm. Neither does -inf, unless it becomes +Inf or NaN.
+    line. It is the first function of PyTorch whose output is not finite although its inputs are,
+    and whose Inf or NaN reaches the loss or another result. If there is none, the backward pass is
+    searched. There, the result is the first operation whose input has a gradient that is not finite
+    although its outputs' gradients are, and whose Inf or NaN reaches the gradient of a leaf. Its
+    line is then that of the forward pass. An Inf or NaN that ``where`` or a softmax leaves out does
+    no harm. Neither does -inf, unless it becomes +Inf or NaN.
 
-    Autocast, checkpoints and in-place operations are supported. Compiled modules run eagerly.
-    Operations in threads of their own, as in ``DataParallel``, are not seen. A sum of finite
-    gradients that overflows is not found.
+    Autocast, checkpoints and in-place operations are supported. Compiled modules run eagerly. Of
+    operations in other threads, as in ``DataParallel``, those that record a graph are seen. A sum
+    of finite gradients that overflows is not found.
 
     In TensorPlay and Paddle, the result is a module, with the line that called it. It is the
     innermost module with the first output that is not finite. The backward pass is not checked.
@@ -60,27 +60,22 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
             them permanently.
     """
     framework = framework_of(model)
-    hooks = ModuleHooks(model, reads_evaluation=True)
     is_torch = framework.__name__ == "torch"
-    watch = OperationWatch(hooks) if is_torch else None
     is_lazy = framework.nn.parameter.is_lazy if is_torch else lambda _: False
     if any(map(is_lazy, chain(model.parameters(), model.buffers()))):
         raise ValueError("model has lazy modules: call it once before, so that they get a shape")
     context = copy_context()  # so an interrupt cannot leave it set in the caller's context
     context.run(is_locating.set, True)
+    search = Search(model) if is_torch else ModuleHooks(model, reads_evaluation=True)
     with _left_as_it_was(model):
         try:
-            hooks.start()
-            if watch is not None:
-                watch.start()
+            search.start()
             results = context.run(closure)
-            if watch is not None:
-                watch.values.end_in(results)
+            if isinstance(search, Search):
+                search.end_in(results)
         finally:
-            if watch is not None:
-                watch.stop()
-            hooks.stop()
-    return hooks.located if watch is None else watch.located
+            search.stop()
+    return search.located
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from gradscaler.diagnose._gradients.arrays import dtype_name, local, shape_of
 from gradscaler.diagnose._gradients.reading import Tensor, inspect
-from gradscaler.diagnose._locate.call_site import Node
+from gradscaler.diagnose._graph.call_site import Node
 from gradscaler.diagnose._monitor.host_copy import HostCopy
 from gradscaler.outcome import NonfiniteGradient
 

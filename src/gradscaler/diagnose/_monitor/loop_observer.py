@@ -7,8 +7,8 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from gradscaler.diagnose._gradients.reading import Tensor, inspect
+from gradscaler.diagnose._graph.call_site import Node
 from gradscaler.diagnose._graph.watch import GraphWatch
-from gradscaler.diagnose._locate.call_site import Node
 from gradscaler.diagnose._monitor.gradient_check import GradientCheck, LateCheck, nonfinite
 from gradscaler.diagnose._monitor.host_copy import HostCopy
 from gradscaler.diagnose._monitor.iterations import Iteration

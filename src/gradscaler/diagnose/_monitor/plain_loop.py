@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from gradscaler.diagnose._gradients.reading import Tensor
-from gradscaler.diagnose._locate.module_hooks import Handle, remove_all
+from gradscaler.diagnose._graph.hooks import Handle, remove_all
 from gradscaler.diagnose._monitor import backward_calls
 from gradscaler.diagnose._monitor.gradient_check import total_norm
 from gradscaler.diagnose._monitor.parameters import groups_of
