@@ -353,11 +353,17 @@ def test_nan_without_inf_at_the_lowest_scale_is_no_overflow(gradient, kind, scal
 
 
 def test_a_few_skips_at_a_fixed_scale_are_not_cured_by_a_lower_one():
-    found = judge(skipping(NAN, 1.0, every=200))
+    found = judge(skipping(INF, 1.0, every=200))
     assert found.kind == "normal"
     assert found.findings[0].steps == (200,)
-    assert "in step 200, where the gradient of fc2.weight was NaN" in found.text
     assert "cured" not in found.text
+
+
+@pytest.mark.parametrize(("scale", "kind"), [(1.0, "nan"), (2.0**-4, "data"), (1024.0, "normal")])
+def test_one_nan_behind_a_finite_loss_is_no_bad_batch_where_no_scale_can_make_it(scale, kind):
+    found = judge(skipping(NAN, scale, every=200))
+    assert found.kind == kind
+    assert "fc2.weight" in found.text
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,7 @@ class StepLog:
         """A copy of the log that writes nothing; any thread may make one."""
         twin = copying.copy(self)
         twin._writers = None
+        twin._filter = WarningFilter(self.num_before)  # it reports nothing
         twin.counts = self.counts  # before the history, which may grow meanwhile
         kept = (step for step in tuple(self.history) if step.step <= twin.counts.step)
         twin.history = deque(kept, maxlen=HISTORY_LENGTH)
@@ -177,6 +178,15 @@ class StepLog:
         )
         if is_inspected and skip is not None:
             self._write(skip)
+        if self.has_failed(step):
+            self._filter.note_event("failure")
+        for call in set(observed.calls):
+            self._filter.note_event(call)
+
+    def has_failed(self, step: Step) -> bool:
+        """Whether a step, the latest one, failed in a way that no lower loss scale fixes."""
+        was_applied = self.num_steps > self.counts.num_skipped
+        return step.has_bad_loss or (step.is_hopeless and (was_applied or step.scale <= 1))
 
     def add_sample(self, loss: float | None = None, **measured: object) -> None:
         """Write a sample: the steps since the last one, and the measurements of the last step."""
@@ -185,6 +195,8 @@ class StepLog:
             return
         sample = self._sample(loss, **measured)
         self._write(sample)
+        if measured:
+            self._filter.note_event("sample")
         self._written_at = monotonic()
         evidence = counts.evidence.after(sample)
         self.counts = counts._replace(sampled=counts.step, observed=_NOTHING, evidence=evidence)
