@@ -49,8 +49,8 @@ TABLE = {
     # The rooms of the diagnosis, from the ground up.
     "diagnose._record": RULES,
     "diagnose._gradients": RULES | {"diagnose._record"},
-    "diagnose._locate": {"gradscaler", "diagnose._record", "diagnose._gradients"},
-    "diagnose._graph": {"diagnose._record", "diagnose._gradients", "diagnose._locate"},
+    "diagnose._graph": {"gradscaler", "diagnose._record", "diagnose._gradients"},
+    "diagnose._locate": {"diagnose._record", "diagnose._gradients", "diagnose._graph"},
     "diagnose._findings": RULES | {"diagnose._record", "diagnose._gradients"},
     "diagnose._monitor": RULES | ROOMS | {"diagnose._locate", "diagnose._graph"},
     "diagnose.report": {"_atomic"} | ROOMS,

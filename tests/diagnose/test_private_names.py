@@ -15,8 +15,7 @@ ALLOWED = {
     "_param_groups",  # Paddle has no public names for these three
     "_parameter_list",
     "_get_tensor_from_selected_rows",
-    "_python_dispatch",  # PyTorch's documented module of dispatch modes
-    "_get_current_dispatch_mode",  # without it, leaving ours might leave the user's
+    "_get_current_function_mode",  # without it, leaving ours might leave the user's
     "_current_frames",  # documented in sys, in spite of its underscore
     "_version",  # PyTorch's count of changes in place, which has no public name
     "_sequence_nr",  # of PyTorch's nodes, documented with its profiler

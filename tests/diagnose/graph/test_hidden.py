@@ -71,6 +71,68 @@ def test_what_a_checkpoint_hides_is_not_certain_until_its_operations_are_watched
     assert not then.is_likely
 
 
+def advantage(model, x, is_bad):
+    with torch.no_grad():
+        rewards = x[: 1 if is_bad else 8].sum(1)
+        spread = rewards.std()  # spread
+    return (model(x)[:, 0] * ((rewards - rewards.mean()) / spread).mean()).mean()  # reads
+
+
+def prepared_batch(model, x, is_bad):
+    x = (x - x.mean()) / (x.std() * (not is_bad))  # prepared
+    return model(x).square().mean()
+
+
+def kept_mean(model, x, is_bad):
+    mean = torch.zeros(4)
+    mean.add_(x.sum(0)).div_(0.0 if is_bad else 8.0)  # kept
+    return (model(x) - mean).square().mean()
+
+
+def teacher_in_half(model, x, is_bad):
+    with torch.inference_mode():
+        target = (model.weight.half() * (1e7 if is_bad else 1.0)).sum(1)  # teacher
+    return (model(x) - target.float().clone()).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:std:UserWarning")
+@pytest.mark.parametrize(
+    ("loss_of", "operation", "mark"),
+    [
+        (advantage, "std", "spread"),
+        (prepared_batch, "div", "prepared"),
+        (kept_mean, "div", "kept"),
+        (teacher_in_half, "mul", "teacher"),
+    ],
+)
+def test_an_operation_without_a_graph_is_named_when_the_failure_comes_again(
+    loss_of, operation, mark
+):
+    """However irregular: here after 2, 9 and 4 steps."""
+    *before, found = places(loss_of, "..!........!....!")
+    assert before[2].kind == "input"
+    assert (before[-1].operation, before[-1].line) == (operation, line_with(mark))
+    assert (found.kind, found.module, found.operation) == ("forward", None, operation)
+
+
+def test_a_tensor_from_outside_of_the_graph_is_said_to_be_that():
+    torch.manual_seed(0)
+    model, scaler = nn.Linear(4, 4), GradScaler(policy=FixedScale(1.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    targets = torch.ones(8, 4), torch.full((8, 4), math.nan)
+    with Monitor(scaler, model) as monitor:
+        for step in range(40):
+            optimizer.zero_grad()
+            target = targets[step % 9 == 7]
+            loss = (model(torch.ones(8, 4)) - target).square().mean()  # target
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        text = monitor.verdict.text
+    read = f"from a tensor without a gradient, first read by sub at {line_with('target')}"
+    assert read in text
+
+
 def test_compiled_code_is_one_operation_until_it_is_watched_uncompiled():
     class Net(nn.Linear):
         def forward(self, inputs, factor):

@@ -13,15 +13,15 @@ pytest.importorskip("torch")
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from gradscaler.diagnose import locate
 
-# A monitor decides by itself which steps it watches; these tests start and stop a watch.
-from gradscaler.diagnose._locate.module_hooks import ModuleHooks
-from gradscaler.diagnose._locate.operation_watch import OperationWatch
+# What locate() starts before its closure, and stops after it.
+from gradscaler.diagnose._graph.search import Search
 from gradscaler.torch import GradScaler
+from tests.support.watched import is_watched
 
 INF, HALF = math.inf, torch.float16
 FAILURES = {}
@@ -477,12 +477,12 @@ def test_a_compiled_function_is_run_as_it_was_written():
     assert not calls
 
 
-class Counting(TorchDispatchMode):
+class Counting(TorchFunctionMode):
     """The user's own mode."""
 
     calls = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         self.calls += 1
         return func(*args, **kwargs or {})
 
@@ -514,7 +514,7 @@ def test_a_mode_of_the_user_s_is_left_alone():
     with Counting() as mode:
         locate(model, closure)
         assert mode.calls
-    watch = OperationWatch(None)
+    watch = Search(nn.Identity())
     watch.start()
     with Counting() as mode:
         watch.stop()
@@ -522,19 +522,19 @@ def test_a_mode_of_the_user_s_is_left_alone():
         assert mode.calls
     assert watch.located is None
     watch.stop()
-    assert not is_in_torch_dispatch_mode()
+    assert not is_watched()
 
 
 def test_a_watch_that_is_dropped_watches_no_more_before_the_collector_runs():
     model, closure = trained(log_of_0)
-    watch = OperationWatch(ModuleHooks(model))
+    watch = Search(model)
     gc.disable()
     try:
         watch.start()
         closure()
-        assert is_in_torch_dispatch_mode()
+        assert is_watched()
         del watch
-        assert not is_in_torch_dispatch_mode()
+        assert not is_watched()
     finally:
         gc.enable()
 
@@ -551,7 +551,7 @@ def test_a_gradient_under_watch_has_the_same_bits():
 
     class Watched(nullcontext):
         def __enter__(self):
-            self.watch = OperationWatch(None)
+            self.watch = Search(nn.Identity())
             self.watch.start()
 
         def __exit__(self, *_):

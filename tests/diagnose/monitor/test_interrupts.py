@@ -30,9 +30,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::gradscaler.diagnose.FindingWarn
 
 PACKAGE = str(Path(diagnose.__file__).parent)
 PURE = ("arrays.py", "call_site.py", "exponents.py", "formats.py", "histogram.py")
-PURE += ("node_watch.py", "reading.py", "value_watch.py")
+PURE += ("reading.py", "sources.py", "masks.py")
 PURE += ("lines.py", "nodes.py", "origin.py", "places.py", "reader.py", "slopes.py", "values.py")
-PURE += ("operation_watch.py",)  # runs in each operation: an interrupt is one in the operation
+PURE += ("calls.py", "search.py")  # run in each call: an interrupt is one in the call
 
 
 @contextmanager

@@ -10,10 +10,10 @@ pytest.importorskip("torch")
 
 import torch
 from torch.nn.modules.module import _has_any_global_hook
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from gradscaler.diagnose import FindingWarning, Monitor
 from gradscaler.torch import GradScaler
+from tests.support.watched import is_watched
 
 pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
 
@@ -26,7 +26,7 @@ class Probe(torch.nn.Module):
         self.hooked = []
 
     def forward(self, inputs):
-        self.hooked.append(is_in_torch_dispatch_mode() or bool(_has_any_global_hook()))
+        self.hooked.append(is_watched() or bool(_has_any_global_hook()))
         return inputs
 
 
@@ -75,7 +75,7 @@ def hooked_in(probe, call, *args):
 def test_nothing_is_hooked_in_an_evaluation_before_a_step_that_is_to_be_watched():
     loop = Loop()
     loop.steps("..?")
-    assert is_in_torch_dispatch_mode()
+    assert is_watched()
     assert hooked_in(loop.probe, loop.evaluate) == [False]
     assert hooked_in(loop.probe, loop.steps, "?.") == [False, True]
 
@@ -85,9 +85,9 @@ def test_an_evaluation_within_a_watched_step_ends_the_watch():
     loop = Loop()
     loop.steps("..?")
     loop.backward(".")
-    assert is_in_torch_dispatch_mode()
+    assert is_watched()
     assert hooked_in(loop.probe, loop.evaluate) == [False]
-    assert not is_in_torch_dispatch_mode()
+    assert not is_watched()
 
 
 @pytest.mark.filterwarnings("ignore::gradscaler.diagnose.FindingWarning")
@@ -107,7 +107,7 @@ def test_nothing_is_hooked_between_a_step_and_its_update():
     loop.steps("..?")
     loop.backward(".")
     loop.scaler.step(loop.optimizer)
-    assert not is_in_torch_dispatch_mode()
+    assert not is_watched()
     loop.scaler.update()
     assert not _has_any_global_hook()
 
@@ -126,7 +126,7 @@ def test_an_error_in_a_watched_step_leaves_a_training_that_goes_on():
         loop.model(torch.randn(8, 3))
     loop.steps("!..")
     assert len(loop.monitor.history) == 6
-    assert not is_in_torch_dispatch_mode()
+    assert not is_watched()
     assert loop.monitor._log.counts.evidence.watched.operation == "mul"
 
 

@@ -40,7 +40,7 @@ def as_in_a_test(case, arguments):
     """Run a case in a rank, for which pytest and the fixtures of this folder set nothing."""
     with (
         warnings.catch_warnings(),
-        mock.patch("gradscaler.diagnose._locate.budget.clock", return_value=0.0),
+        mock.patch("gradscaler.diagnose._graph.budget.clock", return_value=0.0),
         mock.patch("gradscaler.diagnose._monitor.step_log._LONGEST_UNWRITTEN", math.inf),
     ):
         warnings.simplefilter("error")

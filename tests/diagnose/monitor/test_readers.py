@@ -9,10 +9,10 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from gradscaler.diagnose import Monitor, read_run
 from gradscaler.torch import GradScaler
+from tests.support.watched import is_watched
 
 INF = float("inf")
 
@@ -100,7 +100,7 @@ def test_a_close_in_a_handler_at_any_line_leaves_a_whole_file_and_nothing_on_the
         interrupt_each(nth, lambda training=training: training.run(6), training.monitor.close)
         training.monitor.close()
         assert not torch.nn.modules.module._has_any_global_hook()
-        assert _get_current_dispatch_mode() is None
+        assert not is_watched()
         assert training.scaler._observers == []
         steps = len(training.monitor.history)
         assert read_run(tmp_path / str(nth)).num_steps == steps
@@ -165,12 +165,12 @@ def test_a_timer_s_handler_reads_and_closes(tmp_path):
 def test_a_watch_that_ends_on_another_thread_leaves_nothing_behind(ends):
     training = BadAtTimes(lambda number: True, stuck_after=3)
     training.run(1)  # the second is watched
-    assert _get_current_dispatch_mode() is not None
+    assert is_watched()
     training.forward(2)
     other = threading.Thread(target=training.finish if ends == "step" else training.monitor.close)
     other.start()
     other.join()
     training.model(torch.ones(1, 4))
-    assert _get_current_dispatch_mode() is None
+    assert not is_watched()
     training.monitor.close()
     assert not torch.nn.modules.module._has_any_global_hook()

@@ -17,12 +17,12 @@ from gradscaler.torch import GradScaler
 
 
 def watched(every=100):
-    """A model whose next step is watched operation by operation, as after a bad loss."""
+    """A model whose modules are watched in the next step, as in the last of a streak of skips."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = GradScaler(init_scale=8.0)
-    monitor = Monitor(scaler, model, every)
+    monitor = Monitor(scaler, model, every, stuck_after=2, on_stuck="continue")
 
     def begin(inputs):
         optimizer.zero_grad()

@@ -128,6 +128,23 @@ def masks_that_are_empty_now_and_then(setting: Setting) -> None:
     fit(setting, model, loss_of, 250)
 
 
+@training("data", None, r"in div at .*clamp the divisor")
+def an_advantage_of_one_sample(setting: Setting) -> None:
+    """What scales the loss is made without gradients, and is NaN for short batches."""
+    policy = mlp(8, 32, 2)
+    share, amp = setting.pick(0.08, 0.15, 0.1), setting.pick(None, torch.float16)
+
+    def loss_of(_: int) -> Tensor:
+        num = 1 if torch.rand(()) < share else 16
+        with torch.no_grad():
+            rewards = torch.randn(num)
+            advantages = (rewards - rewards.mean()) / rewards.std(correction=0)
+        chances = policy(torch.randn(num, 8)).float().log_softmax(-1)
+        return -(advantages * chances[:, 0]).mean()
+
+    fit(setting, policy, loss_of, 250, dtype=amp)
+
+
 @training("data", None, "batch")
 def bursts_of_bad_batches(setting: Setting) -> None:
     """A damaged shard of the data: some batches in a row, once an epoch."""

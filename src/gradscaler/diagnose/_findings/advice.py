@@ -232,3 +232,10 @@ def at_line(found: Located | None, before: str = ", by") -> str:
     inside = f" in {found.module}" if found.kind == "backward" and found.module else ""
     operation = _SPOKEN.get(found.operation, found.operation)
     return f"{before} {likely}{operation}{inside}{line}"
+
+
+def seen_in(found: Located | None) -> str:
+    """A clause that says where an Inf or NaN of the loss was first seen; empty if it is unknown."""
+    if found is not None and found.kind == "input":
+        return at_line(found, ", from a tensor without a gradient, first read by")
+    return at_line(found, ", first seen in")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from gradscaler.diagnose._findings.advice import at_line, of_operation
+from gradscaler.diagnose._findings.advice import at_line, of_operation, seen_in
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.optimizers import growth_of_rate
 from gradscaler.diagnose._findings.over_time import are_many, place_of, when
@@ -39,7 +39,7 @@ def silent(evidence: Evidence) -> Finding | None:
     if count < evidence.steps:
         how_often += when(steps, evidence)
     found = evidence.watched
-    at = at_line(found, ", first seen in")
+    at = seen_in(found)
     advice = None if found is None or found.kind != "forward" else of_operation(found)
     if advice is not None:
         action = advice

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from gradscaler.diagnose._locate.call_site import Frame, Node, called_from
+from gradscaler.diagnose._graph.call_site import Frame, Node, called_from
 
 _FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)')
 _MOST_TRACES = 4  # graphs of different losses

@@ -8,16 +8,16 @@ from functools import lru_cache
 from typing import Any
 
 from gradscaler.diagnose._gradients.reading import Tensor, floating
-from gradscaler.diagnose._locate.call_site import Node
+from gradscaler.diagnose._graph.call_site import Node
 
 MOST_NODES = 10_000  # of one graph
 OPAQUE = "CompiledFunction", "CheckpointFunction"  # nodes that hide a graph of their own
 _RAW = "_raw_saved_"
 
 
-def nodes_from(waiting: list[Node]) -> Iterator[Node]:
-    """The given nodes of PyTorch's graph, and all nodes that they lead to."""
-    seen = set[Node]()
+def nodes_from(waiting: list[Node], seen: set[Node] | None = None) -> Iterator[Node]:
+    """The given nodes of PyTorch's graph, and all nodes that they lead to, without those seen."""
+    seen = set() if seen is None else seen
     while waiting:
         node = waiting.pop()
         if node is None or node in seen or not hasattr(node, "register_prehook"):

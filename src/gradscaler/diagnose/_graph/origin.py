@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from gradscaler.diagnose._gradients.reading import Reading, Tensor, largest_of, read
+from gradscaler.diagnose._graph.call_site import Node, is_form, operation_of
+from gradscaler.diagnose._graph.masks import ADDS_UP, FILLS, TAKES_MASKS
 from gradscaler.diagnose._graph.nodes import is_custom, is_leaf, reads_unknown
 from gradscaler.diagnose._graph.values import Values
-from gradscaler.diagnose._locate.call_site import Node, is_form, operation_of
-from gradscaler.diagnose._locate.value_watch import DIVIDES, FILLS, TAKES_MASKS
+from gradscaler.diagnose._record.located import Located
 
-_ADDS_UP = re.compile("matmul|conv|sum|linear")  # -inf in their results is no mask
+_DIVIDES = re.compile("div|reciprocal|rsqrt")
 _ADDS = "add", "sub"
 # They make Inf or NaN of finite numbers more often than the operations before them, if these show
 # no result.
@@ -31,12 +32,14 @@ class Origin(NamedTuple):
         number: which of the node's results holds it.
         given: the tensor that held it before any operation: a parameter, or what no node made.
         is_given: whether a tensor held it before, which may be unknown.
+        made: where an operation without a graph made it; None if that was not seen.
     """
 
     node: Node
     number: int
     given: Tensor | None = None
     is_given: bool = False
+    made: Located | None = None
 
 
 def origin_of(node: Node, number: int, values: Values) -> Origin:
@@ -46,11 +49,15 @@ def origin_of(node: Node, number: int, values: Values) -> Origin:
     counts only if an operation turns it into Inf or NaN, and then for the operation that made it
     from finite numbers, or else for the one that turned it.
     """
-    edge = node, number
-    while (found := _bad_input(edge[0], values)) is not None:
+    edge = reader = node, number
+    while edge not in values.entered and (found := _bad_input(edge[0], values)) is not None:
+        reader = reader if is_form(edge[0]) else edge
         if is_leaf(found[0]):
-            return Origin(*edge, found[0].variable, is_given=True)
+            leaf = found[0].variable
+            return Origin(*reader, leaf, is_given=True, made=values.source_of(leaf))
         edge = found
+    if edge in values.entered:
+        return Origin(*edge, is_given=True, made=values.entered[edge])
     edge = _most_suspect(edge, values)
     return _given_to(*edge, values) or Origin(*edge)
 
@@ -60,14 +67,22 @@ def _given_to(node: Node, number: int, values: Values) -> Origin | None:
     if is_custom(node):  # what it keeps may be its own
         return None
     for tensor in values.constants.get(node, {}).values():
-        if tensor.ndim and read(tensor).state == "bad":  # else it is a number in the code
-            return Origin(node, number, tensor, is_given=True)
+        if read(tensor).state == "bad" and not _is_in_code(tensor):
+            made = values.source_of(tensor)
+            return Origin(node, number, tensor, is_given=True, made=made)
     if operation_of(node) in _ADDS and reads_unknown(node) and node not in values.constants:
         made, largest = values.tensor(node, number), largest_input(node, values)
         is_nan = made is not None and bool(made.isnan().any())
         if is_nan or not largest >= _edge(node, number):
             return Origin(node, number, is_given=True)
     return None
+
+
+def _is_in_code(tensor: Tensor) -> bool:
+    """Whether a tensor that a node keeps is a number in the code, which PyTorch keeps in double."""
+    import torch
+
+    return tensor.ndim == 0 and tensor.dtype in (torch.float64, torch.complex128)
 
 
 def _edge(node: Node, number: int) -> float:
@@ -97,11 +112,11 @@ def _is_guilty(node: Node, edge: _Edge, values: Values) -> bool:
 
 def _makes_no_mask(node: Node, edge: _Edge, values: Values) -> bool:
     maker = origin_of(*edge, values)
-    if is_leaf(maker.node) or maker.is_given or maker.node is node:
+    if is_leaf(maker.node) or (maker.is_given and maker.made is None) or maker.node is node:
         return False
-    operation = operation_of(maker.node)
+    operation = operation_of(maker.node) if maker.made is None else maker.made.operation or ""
     if TAKES_MASKS.search(operation_of(node)):
-        return bool(_ADDS_UP.search(operation))
+        return bool(ADDS_UP.search(operation))
     return not FILLS.search(operation) and not (operation in _ADDS and reads_unknown(maker.node))
 
 
@@ -140,7 +155,7 @@ def largest_input(node: Node, values: Values) -> float:
 
 def smallest_divisor(node: Node, values: Values) -> float | None:
     """The smallest magnitude of a division's divisor; None if there is none, or it is unknown."""
-    if not DIVIDES.search(operation_of(node)):
+    if not _DIVIDES.search(operation_of(node)):
         return None
     divisor = values.constants.get(node, {}).get("other")
     before, number = node.next_functions[-1]

@@ -2,29 +2,54 @@
 
 from __future__ import annotations
 
+import gc
+import math
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from itertools import takewhile
+from types import FrameType
 from typing import Any
 
-from gradscaler.diagnose._gradients.reading import Tensor, memory_of
+from gradscaler.diagnose._gradients.arrays import local
+from gradscaler.diagnose._gradients.reading import Tensor, largest_finite, memory_of
+from gradscaler.diagnose._graph.call_site import (
+    Frame,
+    Node,
+    called_from,
+    operation_of,
+    source_of,
+    stack_from,
+)
 from gradscaler.diagnose._graph.lines import Line
 from gradscaler.diagnose._graph.nodes import is_leaf
-from gradscaler.diagnose._locate.call_site import Frame, Node, operation_of, source_of
-from gradscaler.diagnose._locate.site import Site
+from gradscaler.diagnose._graph.site import Site, located_at
+from gradscaler.diagnose._record.located import Located
 
 Module = Any
 
 
 class Places:
-    """The places of nodes in a model, which may be None."""
+    """The places of nodes in a model, which may be None.
+
+    Attributes:
+        running: the modules in which a node was made, innermost first, as far as that was seen.
+    """
 
     def __init__(self, model: Module | None) -> None:
         self._modules: dict[str, Module] = {} if model is None else dict(model.named_modules())
+        self.running: dict[Node, Sequence[Module]] = {}
+        self._names = {module: name for name, module in self._modules.items()}
         self._owners: dict[int, tuple[str, str]] = {}  # by the id or the memory of a tensor
         for name, module in self._modules.items():
             for key, tensor in _own_tensors(module):
                 self._owners |= {id(tensor): (name, key), memory_of(tensor): (name, key)}
+
+    @property
+    def modules(self) -> list[Module]:
+        """The modules that are not scripted."""
+        from torch.jit import ScriptModule
+
+        return [each for each in self._modules.values() if not isinstance(each, ScriptModule)]
 
     def owner_of(self, tensor: Tensor) -> tuple[Site, str] | None:
         """The site of the module that owns a parameter or a buffer, and its own name there."""
@@ -33,11 +58,34 @@ class Places:
 
     def site_of(self, node: Node, nodes: Sequence[Node], line: Line) -> Site:
         """The call site of a node's operation, among the nodes of its graph in order."""
+        operation = line.function or operation_of(node)
+        if node in self.running:
+            return self._site_in(self.running[node], operation, line.line)
         read = list(self._read_by(node))
         name = reduce(_common, read) if read else self._called(node, nodes, line.frames)
         site = Site(type=_outermost(line.frames)) if name is None else self._site(name)
-        operation = line.function or operation_of(node)
         return site._replace(operation=operation, line=line.line)
+
+    def site_at(self, frame: FrameType | None, operation: str) -> Site:
+        """The call site of an operation that a frame calls."""
+        frames, running = stack_from(frame)
+        function, line = called_from(frames)
+        return self._site_in(running, function or operation, line)
+
+    def _site_in(self, running: Sequence[Module], operation: str, line: str | None) -> Site:
+        """The call site of an operation in the innermost module of the model that is running."""
+        own = next((each for each in running if each in self._names), None)
+        shown = next(reversed(running), None) if own is None else own
+        type_ = "" if shown is None else type(shown).__name__
+        return Site(operation, line, self._names.get(own), type_)
+
+    def given_to(self, tensor: Tensor, site: Site) -> Located:
+        """The place of an Inf or NaN that a tensor held before the operation at a site read it."""
+        held, owned = local(tensor).detach(), self.owner_of(tensor) or _owner_elsewhere(tensor)
+        if owned is None:
+            return located_at(site, "input", held, largest_finite([held]))
+        place, name = owned
+        return located_at(place._replace(line=site.line), "forward", held, math.nan, parameter=name)
 
     def _site(self, name: str) -> Site:
         return Site(module=name, type=type(self._modules[name]).__name__)
@@ -78,6 +126,20 @@ class Places:
 def _own_tensors(module: Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(recurse=False)
     yield from module.named_buffers(recurse=False)
+
+
+def _owner_elsewhere(tensor: Tensor) -> tuple[Site, str] | None:
+    """The outermost module of another model that owns a parameter, and its name there."""
+    import torch
+
+    if not isinstance(tensor, torch.nn.Parameter):
+        return None
+    modules = (each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module))
+    found = [(each, n) for each in modules for n, p in each.named_parameters() if p is tensor]
+    if not found:
+        return None
+    owner, name = max(found, key=lambda each: len(each[1]))
+    return Site(type=type(owner).__name__), name
 
 
 def _outermost(frames: Sequence[Frame]) -> str:

@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gradscaler.diagnose._gradients.arrays import local
-from gradscaler.diagnose._gradients.reading import Tensor, largest_finite
-from gradscaler.diagnose._graph.lines import Tracebacks
-from gradscaler.diagnose._graph.nodes import has_packed, reads_unknown
-from gradscaler.diagnose._graph.origin import Origin, largest_input, origin_of, smallest_divisor
-from gradscaler.diagnose._graph.places import Module, Places
+from gradscaler.diagnose._gradients.reading import Tensor, largest_finite, read
+from gradscaler.diagnose._graph.call_site import Node, is_own, operation_of, source_of
+from gradscaler.diagnose._graph.lines import Line, Tracebacks
+from gradscaler.diagnose._graph.nodes import has_packed, is_custom, reads_unknown
+from gradscaler.diagnose._graph.origin import largest_input, origin_of, smallest_divisor
+from gradscaler.diagnose._graph.places import Places
+from gradscaler.diagnose._graph.site import Site, located_at
 from gradscaler.diagnose._graph.slopes import bad_in
+from gradscaler.diagnose._graph.sources import Sources
 from gradscaler.diagnose._graph.values import Values
-from gradscaler.diagnose._locate.call_site import Node
-from gradscaler.diagnose._locate.site import Site, located_at
 from gradscaler.diagnose._record.located import Located
 
 
@@ -25,23 +26,30 @@ class GraphReader:
     Args:
         nodes: the nodes.
         lines: the tracebacks of an earlier forward pass.
-        model: the model that gives the places their names; None if there is none.
+        places: the places in the model.
+        sources: what was seen of operations without a graph.
     """
 
-    def __init__(self, nodes: Sequence[Node], lines: Tracebacks, model: Module | None) -> None:
+    def __init__(
+        self, nodes: Sequence[Node], lines: Tracebacks, places: Places, sources: Sources
+    ) -> None:
         self.nodes = nodes
         self._lines = lines
-        self._places = Places(model)
+        self._places = places
+        self._sources = sources
 
-    def forward(self, loss: Tensor) -> Located:
-        """Where the Inf or NaN of a loss began."""
-        values = Values(self.nodes, bool(local(loss).detach().isnan().any()))
+    def forward(self, loss: Tensor) -> Located | None:
+        """Where the Inf or NaN of a loss began; None if gradscaler made it, scaling the loss."""
+        values = self._values(loss)
         origin = origin_of(loss.grad_fn, loss.output_nr, values)
+        if is_own(self._line_of(origin.node).frames):
+            return None
         site = self._site_of(origin.node)
         made = values.tensor(origin.node, origin.number)
         made = local(loss if made is None else made)
         if origin.is_given:
-            return self._given(origin, site, made)
+            given = made if origin.given is None else origin.given
+            return origin.made or self._places.given_to(given, site)
         divisor = smallest_divisor(origin.node, values)
         largest = largest_input(origin.node, values)
         # It may have been given an Inf or NaN by a tensor that a checkpoint hides.
@@ -49,26 +57,42 @@ class GraphReader:
         known = {"smallest_divisor": divisor, "is_likely": is_likely}
         return located_at(site, "forward", made, largest, **known)
 
-    def _given(self, origin: Origin, site: Site, made: Tensor) -> Located:
-        owned = None if origin.given is None else self._places.owner_of(origin.given)
-        given = made if origin.given is None else local(origin.given)
-        if owned is None:
-            return located_at(site, "input", given, largest_finite([given.detach()]))
-        site, name = owned[0]._replace(line=site.line), owned[1]
-        return located_at(site, "forward", given, math.nan, parameter=name)
+    def _values(self, result: Tensor) -> Values:
+        return Values(self.nodes, bool(local(result).detach().isnan().any()), self._sources)
 
-    def backward(self, node: Node, made: Sequence[Tensor], given: Sequence[Tensor]) -> Located:
+    def backward(
+        self,
+        node: Node,
+        made: Sequence[Tensor],
+        given: Sequence[Tensor],
+        line: str | None = None,
+        is_given: bool = False,
+    ) -> Located:
         """Where the first bad gradient of a backward pass began, in a node that made it.
 
         If the node keeps an Inf or NaN, it began in the operation that made that.
+
+        Args:
+            node: the node.
+            made: the gradients that it made.
+            given: those that it was given.
+            line: the line, in a hook or a function's own backward pass, that made a bad number.
+            is_given: whether one of ``given`` is bad, so that a hook made it.
         """
+        largest, number = largest_finite(given), _bad_in(made)
+        if is_given:
+            return located_at(Site("hook", line), "backward", local(made[number]), largest)
         site = self._site_of(node)
+        if line is not None and is_custom(node):
+            site = site._replace(operation=operation_of(node), line=line)
         held = bad_in(node, may_unpack=True)
         if held is not None and held.grad_fn is not None:
-            values = Values(self.nodes, has_nan=bool(held.isnan().any()))
-            site = self._site_of(origin_of(held.grad_fn, held.output_nr, values).node)
-        bad = held if held is not None else _bad(made)
-        return located_at(site, "backward", local(bad), largest_finite(given))
+            site = self._site_of(origin_of(held.grad_fn, held.output_nr, self._values(held)).node)
+        bad = made[number] if held is None else held
+        leaf = getattr(source_of(node.next_functions[number][0]), "variable", None)
+        owned = None if leaf is None else self._places.owner_of(leaf)
+        parameter = None if owned is None else owned[1]
+        return located_at(site, "backward", local(bad), largest, parameter=parameter)
 
     def likely(self, node: Node) -> Located:
         """The place of a node whose gradient was most likely bad."""
@@ -78,8 +102,12 @@ class GraphReader:
         return replace(found, operation=site.operation, line=site.line, is_likely=True)
 
     def _site_of(self, node: Node) -> Site:
-        return self._places.site_of(node, self.nodes, self._lines.line_of(node, self.nodes))
+        return self._places.site_of(node, self.nodes, self._line_of(node))
+
+    def _line_of(self, node: Node) -> Line:
+        return self._lines.line_of(node, self.nodes)
 
 
-def _bad(gradients: Sequence[Tensor]) -> Tensor:
-    return next(g for g in gradients if g is not None and not bool(local(g).isfinite().all()))
+def _bad_in(gradients: Sequence[Tensor]) -> int:
+    """The number of the first gradient that is not finite."""
+    return next(number for number, gradient in enumerate(gradients) if read(gradient).bad)

@@ -6,8 +6,8 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 
 from gradscaler.diagnose._gradients.reading import Tensor, read
+from gradscaler.diagnose._graph.call_site import Node, operation_of
 from gradscaler.diagnose._graph.nodes import has_packed, is_custom, is_leaf, kept
-from gradscaler.diagnose._locate.call_site import Node, operation_of
 
 # Where the slope of an operation is Inf or NaN, in the numbers that its node keeps by these names.
 _POLES: dict[str, tuple[str, tuple[float, ...]]] = {

@@ -8,8 +8,9 @@ from typing import Any
 
 from gradscaler.diagnose._gradients.arrays import local
 from gradscaler.diagnose._gradients.reading import Reading, Tensor, read
+from gradscaler.diagnose._graph.call_site import Node, aten_name, is_form
 from gradscaler.diagnose._graph.nodes import is_custom, is_leaf, is_there, kept
-from gradscaler.diagnose._locate.call_site import Node, aten_name, is_form
+from gradscaler.diagnose._graph.sources import Sources
 
 _Edge = tuple[Node, int]  # a node, and which of its results
 
@@ -20,27 +21,35 @@ class Values:
     Many nodes keep their inputs or their result, which shows the results of the nodes around them.
     Other results are computed again from these, for operations that give the same each time.
 
+    Args:
+        nodes: the nodes.
+        has_nan: whether the loss is NaN.
+        sources: what was seen of operations without a graph.
+
     Attributes:
         constants: the tensors that a node keeps and no node made, such as the batch, by the node.
         has_nan: whether the loss is NaN.
+        entered: by a node and which of its results, an Inf or NaN that no node before it made.
+        source_of: where the Inf or NaN of such a tensor was made; None if that was not seen.
         guilty: for a node and one of its inputs, whether a -Inf there is no mask.
     """
 
-    def __init__(self, nodes: Iterable[Node], has_nan: bool) -> None:
+    def __init__(self, nodes: Iterable[Node], has_nan: bool, sources: Sources) -> None:
         self.has_nan = has_nan
+        self.entered, self.source_of = sources.entered, sources.source_of
         self.constants: dict[Node, dict[str, Tensor]] = {}
         self.guilty: dict[tuple[Node, _Edge], bool] = {}
         self._tensors: dict[_Edge, Tensor | None] = {}
-        self._readings: dict[_Edge, Reading] = {}
         for node in nodes:
             self._add(node)
+        self._readings = dict(sources.readings)
 
     def _add(self, node: Node) -> None:
         for name, tensor in kept(node).items():
             maker = tensor.grad_fn
             if maker is not None:
                 self._tensors[maker, tensor.output_nr] = tensor
-            elif not tensor.requires_grad:  # a parameter is found as a leaf
+            elif not (tensor.requires_grad or name.startswith("result")):  # or it is a leaf
                 self.constants.setdefault(node, {})[name] = tensor
 
     def reading(self, node: Node, number: int = 0) -> Reading | None:

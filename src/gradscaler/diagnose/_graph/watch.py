@@ -10,14 +10,15 @@ from functools import partial
 
 from gradscaler.diagnose._gradients.arrays import local
 from gradscaler.diagnose._gradients.reading import Tensor, read
+from gradscaler.diagnose._graph.budget import Budget
+from gradscaler.diagnose._graph.call_site import Node
+from gradscaler.diagnose._graph.hooks import Handle, remove_all, weakly
 from gradscaler.diagnose._graph.lines import Tracebacks
 from gradscaler.diagnose._graph.nodes import OPAQUE, in_order
-from gradscaler.diagnose._graph.places import Module
+from gradscaler.diagnose._graph.places import Module, Places
 from gradscaler.diagnose._graph.reader import GraphReader
 from gradscaler.diagnose._graph.slopes import bad_in, is_at_pole, is_steep, part_of, suspects_in
-from gradscaler.diagnose._locate.budget import Budget
-from gradscaler.diagnose._locate.call_site import Node
-from gradscaler.diagnose._locate.module_hooks import Handle, remove_all, weakly
+from gradscaler.diagnose._graph.ungraphed_watch import UngraphedWatch, is_exact
 from gradscaler.diagnose._record.located import Located
 
 _MOST_TRACED = 20  # steps: a branch that is taken now and then may need as many
@@ -37,13 +38,15 @@ class GraphWatch:
 
     Args:
         model: the model, which names the places; None if there is none.
+        sees_operations: whether to watch operations without a graph.
 
     Attributes:
         located: the origin of the first Inf or NaN in the present step; None if unknown.
         gradients: the watch of backward passes.
+        ungraphed: the watch of operations without a graph.
     """
 
-    def __init__(self, model: Module | None) -> None:
+    def __init__(self, model: Module | None, sees_operations: bool = True) -> None:
         self._model = model
         self._lines = Tracebacks()
         self._lines.start()
@@ -52,8 +55,16 @@ class GraphWatch:
         self._traces_left = 0  # steps to trace after a failure in a node that no trace has
         self._has_failed = self._is_known = self._is_told = self._is_traced = False
         self._is_over = False  # whether the present step has ended
+        self._hides_lines = False  # whether the latest failure was in an operation that hides them
         self.located: Located | None = None
         self.gradients = GradientWatch()
+        self.ungraphed = UngraphedWatch(model, sees_operations)
+
+    def begin(self, step: int) -> None:
+        """Begin a step, before its forward pass."""
+        self.ungraphed.begin(step)
+        if self.ungraphed.is_on and self._hides_lines:
+            self._lines.start()
 
     def see(self, loss: Tensor) -> None:
         """Read a loss before its backward pass, and its graph if that may tell more."""
@@ -83,7 +94,8 @@ class GraphWatch:
         if seconds is not None:
             self._budget.begin(seconds)
             if nodes := in_order(loss):
-                read(GraphReader(nodes, self._lines, self._model), loss)
+                places = Places(self._model)
+                read(GraphReader(nodes, self._lines, places, self.ungraphed.seen), loss)
             self._budget.end()
 
     def _read(self, reader: GraphReader, loss: Tensor) -> None:
@@ -111,9 +123,11 @@ class GraphWatch:
             return
         self._budget.step_ended(step)
         found = self.located or self.gradients.located
+        self._hides_lines = found is not None and (found.operation or "").startswith(OPAQUE)
         self._has_failed |= has_failed or is_hopeless
         self._is_known |= is_exact(found)  # from here on, reading a graph needs time
         self._is_told = has_failed and (self._is_told or is_exact(found))  # in this streak
+        self.ungraphed.step_ended(step, self.located)
         self._trace(found)
         self.gradients.step_ended(is_hopeless)
         self._step, self._is_over = step, True
@@ -133,6 +147,7 @@ class GraphWatch:
         """Stop watching."""
         self._lines.stop()
         self.gradients.stop()
+        self.ungraphed.stop()
 
 
 class GradientWatch:
@@ -196,14 +211,3 @@ class GradientWatch:
         """Remove the hooks."""
         remove_all(self._handles)
         self._reader = None
-
-
-def is_exact(located: Located | None) -> bool:
-    """Whether a place in a graph is that of the operation that made an Inf or NaN.
-
-    A tensor that no node made may come from an operation that records no graph. A compiled or
-    checkpointed function hides its operations or their lines.
-    """
-    if located is None or located.kind == "input" or located.line is None or located.is_likely:
-        return False
-    return not (located.operation or "").startswith(OPAQUE)

@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple
 
 from gradscaler.diagnose._gradients.arrays import dtype_name
 from gradscaler.diagnose._gradients.reading import Reading, largest_finite, largest_of, read
-from gradscaler.diagnose._locate.call_site import users_line
-from gradscaler.diagnose._locate.site import Site, located_at
-from gradscaler.diagnose._locate.value_watch import Value, result
+from gradscaler.diagnose._graph.call_site import users_line
+from gradscaler.diagnose._graph.masks import Value, result
+from gradscaler.diagnose._graph.site import Site, located_at
 from gradscaler.diagnose._record.located import Located
 
 Array = Any

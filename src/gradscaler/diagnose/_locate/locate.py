@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from itertools import chain
 
+from gradscaler.diagnose._graph.search import Search
 from gradscaler.diagnose._locate.module_hooks import (
     Module,
     ModuleHooks,
@@ -14,7 +15,6 @@ from gradscaler.diagnose._locate.module_hooks import (
     framework_of,
     modules_of,
 )
-from gradscaler.diagnose._locate.operation_watch import OperationWatch
 from gradscaler.diagnose._record.located import Located
 
 is_locating = ContextVar("is_locating", default=False)
@@ -60,27 +60,22 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
             them permanently.
     """
     framework = framework_of(model)
-    hooks = ModuleHooks(model, reads_evaluation=True)
     is_torch = framework.__name__ == "torch"
-    watch = OperationWatch(hooks) if is_torch else None
     is_lazy = framework.nn.parameter.is_lazy if is_torch else lambda _: False
     if any(map(is_lazy, chain(model.parameters(), model.buffers()))):
         raise ValueError("model has lazy modules: call it once before, so that they get a shape")
     context = copy_context()  # so an interrupt cannot leave it set in the caller's context
     context.run(is_locating.set, True)
+    search = Search(model) if is_torch else ModuleHooks(model, reads_evaluation=True)
     with _left_as_it_was(model):
         try:
-            hooks.start()
-            if watch is not None:
-                watch.start()
+            search.start()
             results = context.run(closure)
-            if watch is not None:
-                watch.values.end_in(results)
+            if isinstance(search, Search):
+                search.end_in(results)
         finally:
-            if watch is not None:
-                watch.stop()
-            hooks.stop()
-    return hooks.located if watch is None else watch.located
+            search.stop()
+    return search.located
 
 
 @contextmanager

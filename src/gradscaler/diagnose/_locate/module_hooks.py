@@ -7,24 +7,18 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from traceback import walk_stack
-from typing import Any, Protocol
+from typing import Any
 
 from gradscaler.diagnose._gradients.arrays import dtype_name
 from gradscaler.diagnose._gradients.reading import Tensor, floating, largest, largest_of
-from gradscaler.diagnose._locate.call_site import users_line
-from gradscaler.diagnose._locate.site import Site, located_at
+from gradscaler.diagnose._graph.call_site import users_line
+from gradscaler.diagnose._graph.hooks import Handle, remove_all, weakly
+from gradscaler.diagnose._graph.site import Site, located_at
 from gradscaler.diagnose._record.located import Located
 
 Module = Any
-
-
-class Handle(Protocol):
-    """A framework's handle of a hook."""
-
-    def remove(self) -> None:
-        """Remove the hook."""
 
 
 class ModuleHooks:
@@ -159,29 +153,6 @@ def add_hooks(
         if enter is not None:
             hook = Hook(disable(enter), name)
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-
-
-def weakly(method: Callable[..., object]) -> Callable[..., Any]:
-    """A function that calls a method, suppresses its errors, and does not keep its object alive.
-
-    Python's garbage collector cannot see into PyTorch's graph, so a hook there that holds the
-    object would keep it alive for ever.
-    """
-    own = weakref.WeakMethod(method)
-
-    def call(*args: object) -> Any:
-        bound = own()
-        with suppress(Exception):
-            return None if bound is None else bound(*args)
-
-    return call
-
-
-def remove_all(handles: list[Handle]) -> None:
-    """Remove the hooks of handles, and clear the list."""
-    for handle in handles:
-        handle.remove()
-    handles.clear()
 
 
 def framework_of(model: Module) -> Any:

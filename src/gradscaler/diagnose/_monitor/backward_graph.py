@@ -9,9 +9,9 @@ from functools import partial
 
 from gradscaler.diagnose._findings.gradient_values import CUT, ENDED, SATURATED, STEPS
 from gradscaler.diagnose._gradients.reading import Tensor, largest, largest_of
+from gradscaler.diagnose._graph.call_site import Node, differentiated
+from gradscaler.diagnose._graph.hooks import Handle, remove_all, weakly
 from gradscaler.diagnose._graph.nodes import MOST_NODES, OPAQUE, nodes_from
-from gradscaler.diagnose._locate.call_site import Node, differentiated
-from gradscaler.diagnose._locate.module_hooks import Handle, remove_all, weakly
 from gradscaler.diagnose._monitor.failure_watch import FailureWatch
 
 _LARGE = 2.0**-10  # times a slope of 2**-14, it is not flushed in float16

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gradscaler.diagnose._locate.module_hooks import weakly
+from gradscaler.diagnose._graph.hooks import weakly
 from gradscaler.diagnose._monitor.step_log import StepLog
 
 _ENOUGH = 10  # forward passes that are looked at

@@ -12,9 +12,9 @@ from typing import SupportsFloat, TypeVar
 
 from gradscaler.diagnose._gradients.arrays import local
 from gradscaler.diagnose._gradients.reading import Tensor, inspect
+from gradscaler.diagnose._graph.calls import CallWatch
 from gradscaler.diagnose._graph.watch import GraphWatch
 from gradscaler.diagnose._locate.locate import is_locating
-from gradscaler.diagnose._locate.operation_watch import OperationWatch
 from gradscaler.diagnose._monitor.backward_graph import CutOff, listen
 from gradscaler.diagnose._monitor.failure_watch import FailureWatch
 from gradscaler.diagnose._monitor.gradient_sample import measure
@@ -63,8 +63,8 @@ class EagerObserver(StepSource):
         # With several processes, operations see parts of tensors, and may be collectives.
         sees_operations = is_torch and self.world_size == 1
         self._iterations = Iterations(self.scaler, self.log, self.every)
-        self._graphs = GraphWatch(self.model) if is_torch else None
-        self._watch = FailureWatch(self.model, self.log, sees_operations)
+        self._graphs = GraphWatch(self.model, sees_operations) if is_torch else None
+        self._watch = FailureWatch(self.model, self.log)
         self._cut_off = CutOff(self._watch, sees_operations)
         self._used = UsedGradients(counts_changes=sees_operations)
         self.parameters = OptimizersParameters(self.model)
@@ -118,7 +118,8 @@ class EagerObserver(StepSource):
             iteration = self._iterations.latest
         self._is_in_step = True
         if id(optimizer) not in iteration.begun:
-            self._watch.end_passes(iteration.number)
+            if self._graphs is not None:
+                self._graphs.ungraphed.end_passes()
             self._see_before_step(iteration, optimizer)
             iteration.begun.add(id(optimizer))
         if iteration.is_sampled:
@@ -167,6 +168,8 @@ class EagerObserver(StepSource):
     def _update(self) -> None:
         if self._watch.is_on or self._watch.step == self._iterations.latest.number:
             self._watch.stop()  # else an interrupt could leave the scale half moved
+        if self._graphs is not None:
+            self._graphs.ungraphed.end_passes()
         self._end()
         ended = self._iterations.ended
         if ended == self._updated:
@@ -213,7 +216,7 @@ class EagerObserver(StepSource):
             return
         latest = self.log.history[-1] if self.log.history else None
         is_hopeless = latest is not None and latest.step == ended and latest.is_hopeless
-        has_failed = self._watch.has_failed(ended)
+        has_failed = latest is not None and latest.step == ended and self.log.has_failed(latest)
         self._watch.keep_located(self._graphs.found(has_failed))
         self._graphs.step_ended(ended, has_failed, is_hopeless)
 
@@ -222,6 +225,8 @@ class EagerObserver(StepSource):
         """Begin to watch the next iteration if that is wanted, now that the scale has moved."""
         if self._updated == self._iterations.ended:
             self._watch.start_if_wanted(self._updated + 1)
+            if self._graphs is not None:
+                self._graphs.begin(self._updated + 1)
         self._cut_off.begin(self._updated)
 
     def close(self, finish: Callable[[], None]) -> None:
@@ -253,14 +258,15 @@ class EagerObserver(StepSource):
     def _is_busy(self) -> bool:
         """Whether a thread's frames show a call of this observer, or of an operation it watches.
 
-        A flag in place of the frames could be left wrong by an interrupt. While a dispatch mode
-        handles an operation, PyTorch takes the mode off its stack, so the mode cannot be exited.
+        A flag in place of the frames could be left wrong by an interrupt. While a mode
+        handles a call, PyTorch takes the mode off its stack, so the mode cannot be exited.
         """
-        own = self, *self._watch.owners
+        calls = None if self._graphs is None else self._graphs.ungraphed.calls
+        own = self, *([] if calls is None else [calls, calls.mode])
         for frame in sys._current_frames().values():
             each: FrameType | None = frame
             while each is not None:
-                if each.f_code in _CALLS or each.f_code.co_name == "__torch_dispatch__":
+                if each.f_code in _CALLS or each.f_code.co_name == "__torch_function__":
                     owner = each.f_locals.get("self")
                     if owner is not None and any(owner is one for one in own):
                         return True
@@ -316,7 +322,7 @@ class EagerObserver(StepSource):
 
 
 # All methods under @_closes_if_asked share one code object, that of its wrapper.
-_CALLS = EagerObserver.updated.__code__, OperationWatch.call.__code__
+_CALLS = EagerObserver.updated.__code__, CallWatch.call.__code__
 
 
 def _gradients_of(named: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -57,7 +57,7 @@ class Replays:
         """Replay the log's latest step if it failed."""
         latest = self._log.history[-1]
         new = takewhile(lambda step: step.step > self._seen, reversed(self._log.history))
-        self._has_failed |= any(_has_failed(step, self._log) for step in new)
+        self._has_failed |= any(map(self._log.has_failed, new))
         self._seen = latest.step
         if not (latest.skipped or latest.has_bad_loss):
             self.located = None
@@ -66,7 +66,7 @@ class Replays:
 
     def _is_wanted(self, latest: Step) -> bool:
         """Whether the latest step is the first failure, or decides a verdict without a place."""
-        is_first = self._log.counts.evidence.watched is None and _has_failed(latest, self._log)
+        is_first = self._log.counts.evidence.watched is None and self._log.has_failed(latest)
         return is_first or (self._log.needs_verdict and self.located is None)
 
     def _locate(self, replay: Replay) -> None:
@@ -91,20 +91,6 @@ def _located(first: Any, *rest: Any) -> Located | None:
     if found is None or found.operation is None:
         return found
     return replace(found, operation=_CALLED.get(found.operation, found.operation))
-
-
-def _has_failed(step: Step, log: StepLog) -> bool:
-    """Whether a step failed in a way that no loss scale fixes.
-
-    Its loss is not finite; or its gradients hold NaN but no Inf, which an overflow would make; or
-    its gradients are not finite at a scale of at most 1.
-    """
-    if step.has_bad_loss:
-        return True
-    # If no step was applied, the scale may be far too large.
-    was_applied = log.num_steps > log.counts.num_skipped
-    is_nan = bool(step.nonfinite) and not any(each.num_inf for each in step.nonfinite or ())
-    return was_applied and step.skipped and (is_nan or step.scale <= 1)
 
 
 def _is_on_host(scalar: Any) -> bool:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from gradscaler.diagnose._gradients.arrays import dtype_name
 from gradscaler.diagnose._gradients.reading import Tensor, largest
+from gradscaler.diagnose._graph.call_site import differentiated
 from gradscaler.diagnose._graph.nodes import MOST_NODES, OPAQUE, nodes_from
-from gradscaler.diagnose._locate.call_site import differentiated
 
 # Losses that are never negative for targets and inputs as they should be.
 _NEVER_NEGATIVE = "binary_cross_entropy", "binary_cross_entropy_with_logits", "nll_loss"

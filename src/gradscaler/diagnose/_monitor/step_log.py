@@ -323,6 +323,14 @@ class StepLog:
         if self._on_stuck == "warn":
             warnings.warn(StuckWarning(line.text), stacklevel=levels_to_caller())
 
+    def has_failed(self, step: Step) -> bool:
+        """Whether a step failed in a way that no loss scale fixes.
+
+        If no step was applied yet, the scale may be far too large.
+        """
+        was_applied = self.num_steps > self.counts.num_skipped
+        return step.has_bad_loss or (step.is_hopeless and was_applied)
+
     @property
     def stuck_streak(self) -> SkipStreak | None:
         """The longest streak of skips if it has at least ``stuck_after`` skips, else None."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from time import perf_counter as clock
 
 SHARE = 0.05  # of the training time, for all watches of a kind together
-WATCHED = 20  # mean step times that a watch of each operation must be able to take
-LOOKED_AT = 2  # the same, if only the modules are watched
+WATCHED = 20  # mean step times that a watch of the modules must be able to take
+LOOKED_AT = 2  # the same, if their outputs are only looked at
 
 
 class Budget:
@@ -28,6 +28,11 @@ class Budget:
         """Note the time if this is the end of the first step."""
         if self._first is None:
             self._first = step, clock()
+
+    def usual(self, step: int) -> float:
+        """The mean time of a step, without what watches took."""
+        first, began = self._first or (step, clock())
+        return max(clock() - began - self._spent, 0.0) / max(step - first, 1)
 
     def left(self, step: int, factor: float = 0.0) -> float | None:
         """The seconds that are left for a watch after a step; None if they are not enough.
@@ -55,10 +60,10 @@ class Budget:
         """Whether the running watch has exceeded its time."""
         return self._began is not None and clock() - self._began > self._may_take
 
-    def begin(self, seconds: float) -> None:
-        """Begin a watch that may take ``seconds``."""
+    def begin(self, seconds: float, usual: float = 0.0) -> None:
+        """Begin a watch that may take ``seconds`` more than what it watches usually takes."""
         self.end()
-        self._began, self._may_take = clock(), seconds
+        self._began, self._may_take = clock() + usual, seconds
 
     def end(self) -> None:
         """End the running watch.
@@ -66,7 +71,7 @@ class Budget:
         A watch that exceeded its time was cut off. A complete one is assumed to take twice as long.
         """
         if self._began is not None:
-            took = clock() - self._began
+            took = max(clock() - self._began, 0.0)
             self._spent += took
             self._longest = max(self._longest, 2 * took if took > self._may_take else took)
             self._began = None

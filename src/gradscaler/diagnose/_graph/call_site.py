@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 import gradscaler
@@ -18,8 +16,12 @@ import gradscaler
 _CALLED = {
     **dict.fromkeys(("addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "mm", "mv"), "matmul"),
     "convolution": "conv",
-    "linalg_vector_norm": "norm",
-    "to_copy": "to",
+    **dict.fromkeys(("linalg_vector_norm", "vector_norm"), "norm"),
+    **dict.fromkeys(("bfloat16", "double", "float", "half", "to_copy", "type"), "to"),
+    **dict.fromkeys(("divide", "true_divide", "truediv"), "div"),
+    "linear": "matmul",
+    "multiply": "mul",
+    "setitem": "copy",
 }
 _INNER = re.compile(
     r"^_|_$|^(native|cudnn|miopen|mkldnn|safe|fused)_|_(forward|for_cpu|interface)$"
@@ -34,6 +36,7 @@ _FORMS = re.compile(
     r"|Squeeze|Unsqueeze)Backward\d"
 )
 _MOST_FORMS = 8
+_PASSED = "calls.py", "search.py"  # the user's calls pass through them
 _COMPILED = "<eval_with_key>"  # the file of code that PyTorch's compiler writes
 
 Node = Any
@@ -45,67 +48,6 @@ class Frame(NamedTuple):
     file: str
     number: int
     function: str
-
-
-@dataclass
-class Caller:
-    """The caller of an operation, from the stack of its thread.
-
-    Attributes:
-        within: the function of torch.autograd that is running, ``"grad"`` or ``"backward"``; empty
-            if neither is.
-        function: PyTorch's public Python function that called the operation, such as
-            ``cross_entropy``; None if there is none.
-        line: the innermost line that is neither PyTorch's nor gradscaler's. In a backward pass,
-            only lines that it calls count: those of a custom function or a checkpointed block.
-        outer: the line that called the backward pass, if there is one.
-        modules: the running modules, innermost first; in a backward pass, only those it calls.
-    """
-
-    within: Literal["", "grad", "backward"] = ""
-    function: str | None = None
-    line: str | None = None
-    outer: str | None = None
-    modules: list[Any] = field(default_factory=list)
-
-
-def caller_of(  # noqa: C901 # a case for each kind of frame
-    frame: FrameType | None, thread: int
-) -> Caller | None:
-    """The caller of the operation in a frame, or None if gradscaler called it.
-
-    ``thread`` identifies the thread that runs forward passes.
-    """
-    torch: Any = sys.modules["torch"]
-    passes: dict[CodeType, Literal["grad", "backward"]] = {
-        torch.autograd.grad.__code__: "grad",
-        torch.autograd.backward.__code__: "backward",
-    }
-    call = torch.nn.Module.__call__.__code__
-    found = Caller()
-    while frame is not None:
-        code = frame.f_code
-        whose = _whose(code.co_filename)
-        if whose == "user" and found.within:
-            found.outer = found.outer or shown_line(code.co_filename, frame.f_lineno)
-        elif whose == "user":
-            found.line = found.line or shown_line(code.co_filename, frame.f_lineno)
-        elif code is call and found.within != "backward":
-            found.modules.append(frame.f_locals["self"])
-        elif found.within:
-            pass
-        elif code in passes:
-            found.within = passes[code]
-        elif found.line:
-            pass
-        elif whose == "gradscaler":
-            return None
-        elif whose == "functions" and found.function is None:
-            found.function = _public(code.co_name)
-        frame = frame.f_back
-    if not found.within and threading.get_ident() != thread:
-        found.within = "backward"
-    return found
 
 
 def called_from(frames: Iterable[Frame]) -> tuple[str | None, str | None]:
@@ -129,6 +71,27 @@ def _public(function: str) -> str | None:
     """The name of a public function of PyTorch, as users write it; None if it is not telling."""
     name = _REFLECTED.sub("", function)
     return None if name.startswith("_") or name in _NOT_NAMED else name
+
+
+def stack_from(frame: FrameType | None) -> tuple[list[Frame], list[Any]]:
+    """The calls of a thread from a frame on, and the modules of PyTorch in them, innermost first.
+
+    PyTorch's compiler wraps a module in one of its own, which is left out.
+    """
+    call = sys.modules["torch"].nn.Module.__call__.__code__
+    calls, modules = [], []
+    while frame is not None:
+        calls.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        if frame.f_code is call:
+            modules.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return calls, [each for each in modules if not type(each).__module__.startswith("torch._")]
+
+
+def is_own(frames: Iterable[Frame]) -> bool:
+    """Whether gradscaler called an operation; the frames are its calls, innermost first."""
+    owners = (_whose(frame.file) for frame in frames)
+    return next((who for who in owners if who in ("user", "gradscaler")), "") == "gradscaler"
 
 
 def users_line(frames: Iterable[tuple[str, int]]) -> str | None:
@@ -185,6 +148,8 @@ def is_form(node: Node) -> bool:
 def operation_of(node: Node) -> str:
     """The operation of the forward pass whose gradient a node computes."""
     name: str = node.name()
+    if name.endswith("CopySlices"):
+        return "copy"
     return differentiated(name) if name[-1].isdigit() else name.removesuffix("Backward")
 
 
@@ -192,6 +157,8 @@ def operation_of(node: Node) -> str:
 def _whose(filename: str) -> Literal["user", "functions", "framework", "gradscaler"]:
     """The owner of a file; ``"functions"`` are the files of PyTorch's public Python functions."""
     path, own = Path(filename), Path(gradscaler.__file__).parent
+    if path in map(Path(__file__).with_name, _PASSED):
+        return "framework"
     if own in path.parents:
         return "user" if own / "demo" in path.parents else "gradscaler"
     loaded = (sys.modules[name] for name in _FRAMEWORKS if name in sys.modules)

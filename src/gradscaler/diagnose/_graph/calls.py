@@ -1,0 +1,197 @@
+"""The calls of PyTorch's functions, which a mode of PyTorch sees."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from gradscaler.diagnose._gradients.reading import Reading, Tensor, floating, read
+from gradscaler.diagnose._graph.call_site import called, operation_of
+from gradscaler.diagnose._graph.nodes import kept
+
+_OPERATOR = re.compile(r"__[ir]?(add|sub|mul|matmul|truediv|floordiv|pow|mod)__")
+_IN_PLACE = re.compile(r"(?<!_)_$|^__i\w+__$|^__setitem__$")
+_OVERWRITES = re.compile("^(copy|fill|normal|uniform|zero)_$")  # their first argument
+
+
+class Call:
+    """A call of a function of PyTorch.
+
+    Attributes:
+        name: the function's name in PyTorch.
+        operation: the name that users know.
+        inputs: the floating-point tensors that it reads.
+        outputs: those that it makes or changes.
+        before: the readings of ``inputs`` before the call, if it may change one; else None.
+        frame: the frame that called it.
+    """
+
+    def __init__(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None
+    ) -> None:
+        from torch import Tensor
+
+        self.name, self.frame = name, frame
+        self.is_in_place = bool(_IN_PLACE.search(name))
+        self.changes_inputs = self.is_in_place or "out" in kwargs
+        given = [value for key, value in kwargs.items() if key != "out"]
+        self.inputs = list(floating(Tensor, (args[bool(_OVERWRITES.match(name)) :], given)))
+        self._numbers = [each for each in args if isinstance(each, (int, float))]
+        self._changed = args[:1]
+        self.outputs: list[Tensor] = []
+        self.before = list(map(read, self.inputs)) if self.changes_inputs else None
+
+    def end(self, outputs: object) -> None:
+        """Note what it returned."""
+        from torch import Tensor
+
+        self.outputs = list(floating(Tensor, self._changed if self.is_in_place else outputs))
+
+    @property
+    def operation(self) -> str:
+        """The name that users know."""
+        operator = _OPERATOR.fullmatch(self.name)
+        return called(operator[1] if operator else self.name)
+
+    @property
+    def readings(self) -> list[Reading]:
+        """The readings of its inputs before the call."""
+        if self.before is None:
+            self.before = list(map(read, self.inputs))
+        return self.before
+
+    @property
+    def divisor(self) -> float | None:
+        """The smallest magnitude of its divisor; None if it has none, or overwrote it."""
+        node, name = self.outputs[0].grad_fn, self.operation
+        if name in ("div", "reciprocal", "rsqrt"):
+            found = self.inputs[name == "div" :][:1]
+        else:  # a function that divides in the end
+            is_div = node is not None and operation_of(node) == "div"
+            found = [each for name, each in kept(node).items() if is_div and name == "other"]
+        if name == "div" and not found and self._numbers:
+            return abs(float(self._numbers[0]))
+        if not found or any(found[0] is changed for changed in self.outputs):
+            return None
+        return float(found[0].detach().abs().min())
+
+
+class CallWatch:
+    """Gives each call of a function of PyTorch to ``see``, between ``start()`` and ``stop()``.
+
+    A mode of PyTorch sees the calls of the thread of ``start()``. What they return is not changed,
+    and no error in ``see`` reaches them. Compiled code runs uncompiled meanwhile, by PyTorch's
+    ``force_eager`` stance; else PyTorch would compile it again, with the mode in it.
+
+    Args:
+        see: called with each call that returned.
+        may_continue: called before each call; returns whether to see it.
+
+    Attributes:
+        mode: the mode.
+    """
+
+    def __init__(
+        self, see: Callable[[Call], object], may_continue: Callable[[], bool] = lambda: True
+    ) -> None:
+        from torch.overrides import TorchFunctionMode
+
+        own = weakref.ref(self)
+
+        class Mode(TorchFunctionMode):
+            def __torch_function__(
+                self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+            ) -> Any:
+                watch = own()
+                if watch is None:
+                    return func(*args, **(kwargs or {}))
+                return watch.call(func, args, kwargs or {}, inspect.currentframe())
+
+        self._see, self._may_continue = see, may_continue
+        self.mode: Any = Mode()
+        self._stances: list[Any] = []  # restore the user's stance of PyTorch's compiler
+        self._entered = self.mode, self._stances
+        weakref.finalize(self, _leave, *self._entered).atexit = False  # self may be dropped early
+        self.is_on = False
+        self._thread, self._process = threading.get_ident(), os.getpid()
+
+    def start(self) -> None:
+        """Start watching."""
+        self.stop()
+        self._thread, self._process = threading.get_ident(), os.getpid()
+        self.is_on = True
+        self.mode.__enter__()
+        if "torch._dynamo" in sys.modules:  # without it, nothing is compiled
+            compiler: Any = sys.modules["torch.compiler"]
+            # The "default" stance remembers the user's. It comes first, so that an interrupt
+            # before it is kept does not leave "force_eager" on.
+            self._stances.append(compiler.set_stance("default"))
+            compiler.set_stance("force_eager")
+
+    def stop(self) -> None:
+        """Stop watching.
+
+        Where the mode cannot be left, it does nothing any more, until the next call of a module can
+        leave it: in another thread, as each has its own stack of modes; while the mode handles a
+        call; or below another mode.
+        """
+        was_on, self.is_on = self.is_on, False
+        is_here = threading.get_ident() == self._thread
+        if was_on and not (is_here and _is_innermost(self.mode)):
+            _leave_on(self._thread, *self._entered)
+        elif is_here:
+            _leave(*self._entered)
+
+    def call(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None
+    ) -> Any:
+        """Call a function, and see the call."""
+        is_fork = os.getpid() != self._process  # a fork inherits the mode
+        name = getattr(func, "__name__", "")
+        # An attribute, such as the shape, is got by a call, too.
+        if is_fork or name == "__get__" or not self.is_on or not self._may_continue():
+            return func(*args, **kwargs)
+        call = None
+        with suppress(Exception):
+            call = Call(name, args, kwargs, frame and frame.f_back)
+        outputs = func(*args, **kwargs)
+        with suppress(Exception):
+            if call is not None:
+                call.end(outputs)
+                self._see(call)
+        return outputs
+
+
+def _leave_on(thread: int, mode: object, stances: list[object]) -> None:
+    """Leave a mode on the thread that entered it, at that thread's next call of a module."""
+    from torch.nn.modules.module import register_module_forward_pre_hook
+
+    def leave(*_: object) -> None:
+        if threading.get_ident() == thread:
+            _leave(mode, stances)
+            handle.remove()
+
+    if any(other.ident == thread for other in threading.enumerate()):
+        handle = register_module_forward_pre_hook(leave)
+
+
+def _leave(mode: Any, stances: list[Any]) -> None:
+    """Leave a mode and restore the user's stance, if the mode is the innermost one."""
+    if _is_innermost(mode):
+        mode.__exit__(None, None, None)
+        while stances:
+            stances.pop().__exit__(None, None, None)
+
+
+def _is_innermost(mode: object) -> bool:
+    from torch.overrides import _get_current_function_mode
+
+    return _get_current_function_mode() is mode

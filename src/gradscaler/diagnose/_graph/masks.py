@@ -1,0 +1,58 @@
+"""When -inf is a mask, and where an Inf or NaN in the result of an operation came from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from gradscaler.diagnose._gradients.reading import Reading
+
+Source = TypeVar("Source")
+
+TAKES_MASKS = re.compile("softmax|logsumexp|attention")
+FILLS = re.compile("fill|where|scatter|index_put")  # they may write -inf as a mask
+ADDS_UP = re.compile("matmul|conv|sum|linear")  # -inf in their results is no mask
+
+
+@dataclass(frozen=True)
+class Value(Generic[Source]):
+    """An array's reading, and the source of its Inf, NaN or -inf; None for a given mask."""
+
+    found: Reading
+    source: Source | None = None
+
+
+def result(
+    found: Reading,
+    is_scalar: bool,
+    inputs: Sequence[Value[Source]],
+    makes_masks: bool,
+    made: Callable[[], Source],
+) -> Value[Source]:
+    """The value that an operation returns, from its reading and the operation's inputs.
+
+    An Inf or NaN comes from the first input that holds one. If none does, the operation made it.
+    -inf may be a mask, so it does no harm until an operation turns it into +Inf or NaN. The source
+    is then that of the -inf, or the operation itself if the mask was given. -inf is not a mask if
+    it is a scalar, or if an operation that makes no masks makes it from finite numbers.
+
+    Args:
+        found: the reading of the result.
+        is_scalar: whether the result is a single number.
+        inputs: the values of the operation's inputs.
+        makes_masks: whether -inf in the result may be meant as a mask.
+        made: returns the source that stands for the operation.
+    """
+    if not found.bad:
+        return Value(found)
+    bad = [value for value in inputs if value.found.state == "bad"]
+    masks = [value for value in inputs if value.found.state == "mask"]
+    source = next((value.source for value in bad or masks if value.source is not None), None)
+    if found.state == "mask" and not bad:
+        if source is None and (masks or not inputs):  # the mask was given
+            return Value(found)
+        if is_scalar or not (masks or makes_masks):
+            found = Reading("bad")
+    return Value(found, made() if source is None else source)

@@ -1,0 +1,113 @@
+"""Where each Inf and NaN in the tensors of a pass was made, followed from call to call."""
+
+from __future__ import annotations
+
+import re
+
+from gradscaler.diagnose._gradients.reading import Reading, Tensor, largest_of, memory_of, read
+from gradscaler.diagnose._graph.call_site import Node, is_own, stack_from
+from gradscaler.diagnose._graph.calls import Call
+from gradscaler.diagnose._graph.masks import ADDS_UP, FILLS, TAKES_MASKS, Value, result
+from gradscaler.diagnose._graph.places import Places
+from gradscaler.diagnose._graph.site import located_at
+from gradscaler.diagnose._record.located import Located
+
+_UNWRITTEN = re.compile("empty|resize")  # they leave memory as it is
+_GIVES = re.compile("tensor$|^from|^asarray|^as_")  # their result holds what the user gave
+
+_Edge = tuple[Node, int]  # a node, and which of its results
+
+
+class Sources:
+    """Follows each Inf and NaN from the call of a function that made it.
+
+    Args:
+        places: the places in the model.
+        of_all: whether to follow all; else only those that are made without a graph, up to the
+            graph that reads them.
+
+    Attributes:
+        entered: by a node and which of its results, an Inf or NaN that no node before it made.
+        readings: what was read of these results.
+    """
+
+    def __init__(self, places: Places, of_all: bool = False) -> None:
+        self._places, self._of_all = places, of_all
+        # By memory. A tensor that is kept here keeps its memory from being used again.
+        self._sources: dict[int, tuple[Tensor, Located]] = {}
+        self.entered: dict[_Edge, Located] = {}
+        self.readings: dict[_Edge, Reading] = {}
+
+    def see(self, call: Call) -> None:
+        """Read what a call made, or note where in a graph it is read."""
+        if not self._of_all and any(tensor.grad_fn is not None for tensor in call.outputs):
+            if self._sources:
+                self._see_graphed(call)
+        elif not _UNWRITTEN.search(call.name):
+            for tensor in _made(call):
+                self._note(tensor, call)
+
+    def source_of(self, tensor: Tensor) -> Located | None:
+        """Where the Inf or NaN in a tensor was made; None if that was not seen."""
+        found = self._sources.get(memory_of(tensor))
+        return None if found is None else found[1]
+
+    def _see_graphed(self, call: Call) -> None:
+        """Note the nodes that made, or were given, an Inf or NaN that was made before them."""
+        for tensor in call.inputs:
+            if (source := self.source_of(tensor)) is None:
+                continue
+            # A tensor with a graph has its Inf or NaN from a node that hides its operations.
+            of = call.outputs if tensor.grad_fn is None else [tensor]
+            for each in (each for each in of if each.grad_fn is not None):
+                edge, found = (each.grad_fn, each.output_nr), read(each)
+                if found.bad and edge not in self.entered:
+                    self.entered[edge], self.readings[edge] = source, found
+
+    def _note(self, tensor: Tensor, call: Call) -> None:
+        """Note the source of the Inf, NaN and -inf in what a call made."""
+        memory, found = memory_of(tensor), read(tensor)
+        source = self._source_in(call, tensor, found) if found.bad else None
+        if source is not None:
+            self._sources[memory] = tensor, source
+        elif memory in self._sources and not read(self._sources[memory][0]).bad:
+            del self._sources[memory]
+
+    def _source_in(self, call: Call, tensor: Tensor, found: Reading) -> Located | None:
+        """The source of the Inf, NaN or -inf that a call returned in a tensor."""
+        inputs = list(zip(call.inputs, call.readings, strict=True))
+        if is_own(stack_from(call.frame)[0]):  # such as where gradscaler scales a loss
+            return next(filter(None, (self.source_of(each) for each, at in inputs if at.bad)), None)
+        if not self._of_all and any(each.grad_fn is not None and at.bad for each, at in inputs):
+            return None  # its graph shows it
+        values = [self._value(call, *each) for each in inputs]
+        is_given = _GIVES.search(call.name) and not call.inputs
+        is_meant = FILLS.search(call.name) and not any(value.source for value in values)
+        if is_given or (is_meant and found.state == "mask"):
+            return None
+
+        def made() -> Located:
+            site = self._places.site_at(call.frame, call.operation)
+            largest = largest_of(each.largest for each in call.readings)
+            return located_at(site, "forward", tensor, largest, smallest_divisor=call.divisor)
+
+        makes_masks = not ADDS_UP.search(call.operation)
+        return result(found, not tensor.ndim, values, makes_masks, made).source
+
+    def _value(self, call: Call, tensor: Tensor, found: Reading) -> Value[Located]:
+        """The value of an input: its reading, and the source of its Inf, NaN or -inf."""
+        source = self.source_of(tensor) if found.bad else None
+        if found.state == "bad" and source is None:
+            source = self._places.given_to(tensor, self._places.site_at(call.frame, call.operation))
+            self._sources[memory_of(tensor)] = tensor, source
+        if found.state == "mask" and TAKES_MASKS.search(call.name):
+            source = None  # it takes masks, so a NaN in its output is its own
+        return Value(found, source)
+
+
+def _made(call: Call) -> list[Tensor]:
+    """What a call made or changed, without views of what it read."""
+    if call.changes_inputs:
+        return call.outputs
+    viewed = {memory_of(tensor) for tensor in call.inputs}
+    return [tensor for tensor in call.outputs if memory_of(tensor) not in viewed]

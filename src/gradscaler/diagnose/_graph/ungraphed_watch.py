@@ -1,0 +1,99 @@
+"""A watch of the operations without a graph, in the steps that they may make fail."""
+
+from __future__ import annotations
+
+from gradscaler.diagnose._graph.budget import Budget
+from gradscaler.diagnose._graph.calls import Call, CallWatch
+from gradscaler.diagnose._graph.hooks import weakly
+from gradscaler.diagnose._graph.nodes import OPAQUE
+from gradscaler.diagnose._graph.places import Module, Places
+from gradscaler.diagnose._graph.sources import Sources
+from gradscaler.diagnose._record.located import Located
+
+_CREDIT = 1.0  # seconds: too few to be missed in a training that fails
+_MOST_IN_VAIN = 3  # failed steps: what three of them do not show is in the data, or hidden
+
+
+class UngraphedWatch:
+    """Watches the operations without a graph from a failure that the graph leaves open.
+
+    Such is a failure whose graph reads a tensor that is already Inf or NaN, or hides a part of
+    itself. Each step is watched then, up to its optimizer's step, until a failure is located in
+    one, or is not in three. What the watches add to these steps is at most 5 % of the time, and a
+    second. One that would take longer breaks off, as it does if the model is evaluated meanwhile.
+
+    Args:
+        model: the model, which names the places; None if there is none.
+        is_on: whether to watch at all.
+
+    Attributes:
+        seen: what was seen in the present step.
+        calls: sees the calls.
+    """
+
+    def __init__(self, model: Module | None, is_on: bool) -> None:
+        self._model = model
+        self._budget = Budget(_CREDIT)
+        self._left = _MOST_IN_VAIN * is_on  # failures that may show nothing
+        self._is_wanted = False
+        self.seen = Sources(Places(None))
+        self.calls = CallWatch(weakly(self._see), weakly(self._may_continue))
+
+    @property
+    def is_on(self) -> bool:
+        """Whether calls are seen."""
+        return self.calls.is_on
+
+    def begin(self, step: int) -> None:
+        """Begin a step, before its forward pass."""
+        seconds = self._budget.left(step - 1) if self._is_wanted and self._left else None
+        if seconds is not None:
+            self.seen = Sources(Places(self._model))
+            self._budget.begin(seconds, self._budget.usual(step - 1))
+            self.calls.start()
+
+    def end_passes(self) -> None:
+        """Stop seeing calls, as the step's forward and backward passes are over."""
+        if self.calls.is_on:
+            self.calls.stop()
+
+    def step_ended(self, step: int, found: Located | None) -> None:
+        """Note the end of a step, and the origin of the Inf or NaN in its loss, if any."""
+        if was_watched := self._budget.is_running:
+            self.stop()
+        self._budget.step_ended(step)
+        if found is not None:
+            self._is_wanted = not is_exact(found)
+        if found is not None and was_watched:
+            self._left = self._left - 1 if self._is_wanted else 0
+
+    def stop(self) -> None:
+        """Stop watching, and forget what was seen."""
+        self.calls.stop()
+        self._budget.end()
+        self.seen = Sources(Places(None))
+
+    def _see(self, call: Call) -> None:
+        self.seen.see(call)
+
+    def _may_continue(self) -> bool:
+        """Whether to go on watching at a call; breaks the watch off if not."""
+        if self._budget.is_used_up or self._is_evaluating():
+            self.stop()
+        return self.calls.is_on
+
+    def _is_evaluating(self) -> bool:
+        from torch import is_grad_enabled
+
+        return self._model is not None and not (is_grad_enabled() or self._model.training)
+
+
+def is_exact(located: Located | None) -> bool:
+    """Whether a place in a graph is that of the operation that made an Inf or NaN.
+
+    A tensor that no node made may come from an operation that records no graph. A compiled or
+    checkpointed function hides its operations or their lines.
+    """
+    if located is None or located.kind == "input" or located.line is None or located.is_likely:
+        return False
+    return not (located.operation or "").startswith(OPAQUE)
