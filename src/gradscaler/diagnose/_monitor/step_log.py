@@ -178,15 +178,11 @@ class StepLog:
         )
         if is_inspected and skip is not None:
             self._write(skip)
-        if self.has_failed(step):
-            self._filter.note_event("failure")
+        if step.skipped or not math.isfinite(step.loss or 0.0):
+            if self.has_failed(step) or (step.is_hopeless and step.scale <= 1):
+                self._filter.note_event("failure")
         for call in set(observed.calls):
             self._filter.note_event(call)
-
-    def has_failed(self, step: Step) -> bool:
-        """Whether a step, the latest one, failed in a way that no lower loss scale fixes."""
-        was_applied = self.num_steps > self.counts.num_skipped
-        return step.has_bad_loss or (step.is_hopeless and (was_applied or step.scale <= 1))
 
     def add_sample(self, loss: float | None = None, **measured: object) -> None:
         """Write a sample: the steps since the last one, and the measurements of the last step."""
