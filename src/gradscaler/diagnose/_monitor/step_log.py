@@ -178,11 +178,14 @@ class StepLog:
         )
         if is_inspected and skip is not None:
             self._write(skip)
-        if step.skipped or not math.isfinite(step.loss or 0.0):
-            if self.has_failed(step) or (step.is_hopeless and step.scale <= 1):
-                self._filter.note_event("failure")
-        for call in set(observed.calls):
-            self._filter.note_event(call)
+        if step.skipped or observed.calls or not math.isfinite(step.loss or 0.0):
+            self._note_events(step, observed.calls)
+
+    def _note_events(self, step: Step, calls: Sequence[str]) -> None:
+        """Note what a look at the evidence after this step may find."""
+        is_failed = self.has_failed(step) or (step.is_hopeless and step.scale <= 1)
+        for event in {*calls, *["failure"] * is_failed}:
+            self._filter.note_event(event)
 
     def add_sample(self, loss: float | None = None, **measured: object) -> None:
         """Write a sample: the steps since the last one, and the measurements of the last step."""
