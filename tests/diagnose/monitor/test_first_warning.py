@@ -1,6 +1,7 @@
 """The first warning of a failure comes in the step that shows it, whatever the clock says."""
 
 import math
+import re
 import warnings
 
 import pytest
@@ -87,3 +88,33 @@ def test_an_uncertain_finding_is_no_surer_for_two_looks_one_after_the_other():
     assert reported.select([doubtful], 5, 5, is_last=False) == []
     assert reported.select([doubtful], 6, 5, is_last=False) == []
     assert reported.select([doubtful], 15, 5, is_last=False) == [doubtful]
+
+
+@pytest.mark.parametrize(
+    ("operation", "slope"),
+    [
+        ("pow", lambda inputs: inputs.pow(1 / 3)),
+        ("sqrt", lambda inputs: inputs.sqrt()),
+        ("log", lambda inputs: torch.where(inputs > 0, inputs.log(), 0)),
+    ],
+)
+def test_a_slope_of_inf_is_told_at_the_largest_scale_and_is_no_overflow(operation, slope):
+    """Its Inf * 0 is NaN in one layer, and its Inf * 1 is Inf in another, at each scale."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler, told = GradScaler(), {}
+    with Monitor(scaler, model) as monitor:
+        for step in range(1, 26):
+            with torch.autocast("cpu", torch.float16):
+                hidden = model[1](model[0](torch.randn(8, 4))) * torch.arange(8).sign()
+                loss = (model[2](slope(hidden.float())).float()).sum()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                scaler.update()
+            told |= {step: str(each.message) for each in caught}
+        assert monitor.verdict.kind == "nan"
+    assert min(told) == 2
+    assert all(re.search(rf"gradient of \w*{operation}", text) for text in told.values())

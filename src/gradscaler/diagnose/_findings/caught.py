@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gradscaler.diagnose._findings.advice import at_line, of_backward, of_gradient
+from gradscaler.diagnose._findings.advice import at_line, of_backward
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.skips_in_a_row import of_forward_pass
 from gradscaler.diagnose._record.finding import Finding
@@ -43,12 +43,12 @@ def _of_loss(evidence: Evidence, found: Located | None) -> Finding | None:
 
 def _of_gradients(evidence: Evidence, found: Located | None) -> Finding | None:
     """Gradients of NaN behind a finite loss, which no overflow makes."""
-    failed = tuple(skip for skip in evidence.inspected if _has_nan_alone(skip))
-    if found is not None and (found.kind != "backward" or of_gradient(found) is None):
+    if found is not None and (found.kind != "backward" or found.is_likely):
         found = None
-    is_known = found is not None and not found.is_likely and _are_enough(failed, evidence)
-    if not is_known:
-        failed = tuple(skip for skip in failed if skip.scale <= 1)
+    # Where an operation was seen to turn finite gradients into NaN, another Inf proves nothing.
+    failed = [skip for skip in evidence.inspected if _has_nan(skip, beside_inf=found is not None)]
+    if len(failed) < _FEW or found is None:
+        failed = [skip for skip in failed if skip.scale <= 1]
     if not failed:
         return None
     name = next(each.name for each in failed[-1].nonfinite or () if each.num_nan)
@@ -76,9 +76,9 @@ def _has_bad_loss(skip: Skip) -> bool:
     return skip.loss is not None and not math.isfinite(skip.loss)
 
 
-def _has_nan_alone(skip: Skip) -> bool:
-    """Whether gradients hold NaN and no Inf, which an overflow leaves most often."""
+def _has_nan(skip: Skip, beside_inf: bool) -> bool:
+    """Whether gradients hold NaN, and no Inf, which an overflow leaves most often."""
     found = skip.nonfinite or ()
     is_finite = skip.loss is not None and math.isfinite(skip.loss)
-    has_nan_alone = any(each.num_nan for each in found) and not any(each.num_inf for each in found)
-    return is_finite and has_nan_alone
+    has_inf = any(each.num_inf for each in found)
+    return is_finite and any(each.num_nan for each in found) and (beside_inf or not has_inf)
