@@ -125,7 +125,7 @@ def in_loss(operation, num_inf=3, largest=6e4, dtype="float16"):
             "this: compute the loss in float32 (outputs.float()), or bring outputs",
         ),
         (in_loss("pow", largest=0.5), "a negative power of 0 is Inf"),
-        (in_loss("pow", num_inf=0), "a fractional power of a negative number NaN"),
+        (in_loss("pow", num_inf=0), "a fractional power of a negative number is NaN"),
         (in_loss("square", largest=1e30, dtype="float32"), "leave the range of float32"),
         (in_loss("to"), "in float16, by casting at train.py:7, from finite inputs"),
         (replace(LOCATED, operation="pow"), "sooner: run this module in bfloat16 or float32"),
@@ -136,6 +136,16 @@ def in_loss(operation, num_inf=3, largest=6e4, dtype="float16"):
         (in_loss("exp", dtype="float32"), "exponential of more than 88 leaves float32"),
         (in_loss("log"), "logsigmoid); an eps below 3e-8 is 0: add"),
         (in_loss("log", dtype="float32"), "log_softmax, logsigmoid)."),
+        (in_loss("log", num_inf=0), "the input of the logarithm is negative"),
+        (in_loss("log2", num_inf=0, dtype="float32"), "a clamp would only hide"),
+        (replace(in_loss("log"), num_nan=0), "is 0: clamp it to a small number, or take logits"),
+        (replace(in_loss("log"), num_nan=0), "an eps below 3e-8 is 0: add"),
+        (in_loss("sqrt", num_inf=0), "the root of a negative number is NaN"),
+        (in_loss("rsqrt", num_inf=0), "the root of a negative number is NaN"),
+        (
+            replace(in_loss("div", num_inf=0), smallest_divisor=0.0),
+            "the divisor is 0, and so is what it divides",
+        ),
         (in_loss("div"), "clamp the divisor (an empty mask, a deviation or norm of 0); an eps"),
         (in_loss("div", dtype="complex64"), "clamp the divisor (an empty mask, a deviation or"),
         (replace(in_loss("div"), smallest_divisor=0.01), "divide by a larger number"),
@@ -353,11 +363,17 @@ def test_nan_without_inf_at_the_lowest_scale_is_no_overflow(gradient, kind, scal
 
 
 def test_a_few_skips_at_a_fixed_scale_are_not_cured_by_a_lower_one():
-    found = judge(skipping(NAN, 1.0, every=200))
+    found = judge(skipping(INF, 1.0, every=200))
     assert found.kind == "normal"
     assert found.findings[0].steps == (200,)
-    assert "in step 200, where the gradient of fc2.weight was NaN" in found.text
     assert "cured" not in found.text
+
+
+@pytest.mark.parametrize(("scale", "kind"), [(1.0, "nan"), (2.0**-4, "data"), (1024.0, "normal")])
+def test_one_nan_behind_a_finite_loss_is_no_bad_batch_where_no_scale_can_make_it(scale, kind):
+    found = judge(skipping(NAN, scale, every=200))
+    assert found.kind == kind
+    assert "fc2.weight" in found.text
 
 
 @pytest.mark.parametrize(

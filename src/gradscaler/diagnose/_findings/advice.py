@@ -23,9 +23,6 @@ _PRODUCT = (
     "where() or masked_fill() instead"
 )
 _POWER = "the square of more than 255 is too large for float16, and higher powers sooner"
-_BASE = (
-    "a negative power of 0 is Inf, and a fractional power of a negative number NaN: clamp the base"
-)
 _CAST = (
     "a number beyond 65504 becomes Inf when it is cast to float16: keep the next "
     "operations in float32 too, or lower the numbers before the cast"
@@ -49,6 +46,24 @@ _EXP_IN_FLOAT32 = (
 _LOG = (
     "the logarithm of 0 is -Inf, of a negative number NaN: clamp its input, or take logits "
     "(cross_entropy, log_softmax, logsigmoid)"
+)
+_LOG_OF_NEGATIVE = (
+    "the input of the logarithm is negative, as its result is NaN and not -Inf: look for a wrong "
+    "sign or a wrong range in the formula, which a clamp would only hide"
+)
+_LOG_OF_0 = (
+    "the input of the logarithm is 0: clamp it to a small number, or take logits (cross_entropy, "
+    "log_softmax, logsigmoid)"
+)
+_ROOT_OF_NEGATIVE = (
+    "the root of a negative number is NaN, as where a variance is a difference of large squares: "
+    "clamp its input at 0, or compute it in float32"
+)
+_POWER_OF_NEGATIVE = "a fractional power of a negative number is NaN: take its magnitude, or clamp"
+_POWER_OF_0 = "a negative power of 0 is Inf: clamp the base"
+_0_BY_0 = (
+    "the divisor is 0, and so is what it divides (an empty mask, a deviation or norm of 0): clamp "
+    "the divisor, or leave out such rows"
 )
 _LOST_EPS = "an eps below 3e-8 is 0: add 1e-5"  # in float16
 _LOST_IN_BFLOAT16 = "bfloat16 rounds 1 - 1e-6 to 1: take 1 - 2**-8, or float32"
@@ -77,8 +92,7 @@ _FORWARD = {
     "div reciprocal normalize": _DIVISION,
     "weight_norm": "the norm of a row of weights is 0: initialise them with other numbers than 0",
     "rsqrt": _RSQRT,
-    "sqrt": "the root of a negative number is NaN, as where a variance is a difference of "
-    "large squares: clamp its input at 0, or compute it in float32",
+    "sqrt": _ROOT_OF_NEGATIVE,
     "acos asin": "rounding takes a cosine or sine beyond 1: clamp it to within -1 and 1 before "
     "this",
     "atanh erfinv": "it is Inf at 1 and -1, and NaN beyond: clamp its input to less than that",
@@ -163,7 +177,8 @@ def of_operation(located: Located) -> str | None:
     operation, has_inf = located.operation.strip("_"), located.num_inf > 0
     is_power, is_wide = operation in _POWERS, located.dtype in _WIDE
     cases = {
-        _BASE: is_power and (not has_inf or located.largest_input <= 1),
+        _POWER_OF_NEGATIVE: is_power and not has_inf,
+        _POWER_OF_0: is_power and located.largest_input <= 1,
         f"{_POWER}: {_in_float32(located)}": is_power and not is_wide,
         _CAST: operation == "to" or (operation == "copy" and located.largest_input > 0),
         _PRODUCT: operation == "mul" and located.num_nan > 0,
@@ -174,8 +189,19 @@ def of_operation(located: Located) -> str | None:
         **{text: operation in few.split() and not has_inf for few, text in _OF_TOO_FEW.items()},
     }
     special = next((advice for advice, holds in cases.items() if holds), None)
-    named = special or _named(_FORWARD, _FORWARD_IN_FLOAT16, located)
+    table = {**_FORWARD, **_by_result(located)}
+    named = special or _named(table, _FORWARD_IN_FLOAT16, located)
     return named or _of_nan(located) or _in_float32(located)
+
+
+def _by_result(located: Located) -> dict[str, str]:
+    """Advice where the result alone, Inf or NaN, tells the input: NaN of a negative one."""
+    if located.num_inf and not located.num_nan:
+        return {"log": _LOG_OF_0}
+    if located.num_inf:
+        return {}
+    of_nan = {"log": _LOG_OF_NEGATIVE, "sqrt": _ROOT_OF_NEGATIVE, "rsqrt": _ROOT_OF_NEGATIVE}
+    return {**of_nan, "div": _0_BY_0} if located.smallest_divisor == 0 else of_nan
 
 
 def _of_nan(located: Located) -> str | None:
@@ -225,8 +251,8 @@ def _named(
         return None
     advice = named[longest]
     where = hidden if advice in (*_AT_0, _ANGLE_SLOPE) else ""
-    lost_eps = f"; {_LOST_EPS}" if is_in_float16 and advice in (*_AT_0, _LOG) else ""
-    if located.dtype == "bfloat16" and advice in (_LOG, _LOG_SLOPE):
+    lost_eps = f"; {_LOST_EPS}" if is_in_float16 and advice in (*_AT_0, _LOG, _LOG_OF_0) else ""
+    if located.dtype == "bfloat16" and advice in (_LOG, _LOG_OF_0, _LOG_SLOPE):
         lost_eps = f"; {_LOST_IN_BFLOAT16}"
     return f"{advice}{where}{lost_eps}"
 

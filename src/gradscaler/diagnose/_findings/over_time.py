@@ -84,7 +84,7 @@ def data(evidence: Evidence) -> Finding | None:
         *place_of(found),
         tuple(step.step for step in skips[-_FEW:]),
         count,
-        is_certain=len(bad) >= _FEW or (is_nan and len(skips) >= _FEW),
+        is_certain=_are_several(bad, evidence) or (is_nan and len(skips) >= _FEW),
     )
 
 

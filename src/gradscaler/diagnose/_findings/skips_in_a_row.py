@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from gradscaler.diagnose._findings.advice import at_any_scale, at_line, of_backward, of_forward
+from gradscaler.diagnose._findings.advice import (
+    at_any_scale,
+    at_line,
+    of_backward,
+    of_forward,
+    of_gradient,
+)
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.losses import diverged
 from gradscaler.diagnose._findings.nan_skips import LARGE_LOSS, is_nan
@@ -193,10 +199,12 @@ def _of_nan(evidence: Evidence, skipped: str) -> Finding | None:
     if _is_elsewhere(evidence) or _has_large_loss(evidence):
         return None
     name, found = _nan_in_all(evidence), evidence.located
-    if name is None:
-        return None
     if found is not None and found.kind != "backward":
         found = None
+    if name is None and found is not None and of_gradient(found) is not None:
+        name = _nan_at_1(evidence)
+    if name is None:
+        return None
     at = at_line(found, ", by the gradient of")
     name_it = "" if at else "; anomaly detection names the operation"
     scale = evidence.skips[-1].scale
@@ -209,6 +217,17 @@ def _of_nan(evidence: Evidence, skipped: str) -> Finding | None:
         None if found is None else found.line,
         is_certain=scale <= 1,
     )
+
+
+def _nan_at_1(evidence: Evidence) -> str | None:
+    """The name of a gradient that is NaN in the latest skip, at a scale of at most 1, or None.
+
+    Beside an Inf it proves nothing, unless an operation was located whose slope can be Inf.
+    """
+    latest = evidence.skips[-1]
+    if latest.scale > 1:
+        return None
+    return next((each.name for each in latest.nonfinite or () if each.num_nan), None)
 
 
 def _of_overflow(evidence: Evidence, skipped: str) -> Finding:

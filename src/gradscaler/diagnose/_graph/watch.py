@@ -142,15 +142,20 @@ class GraphWatch:
         in_backward = self.gradients.located
         if not (self.gradients.is_proven or has_failed):
             in_backward = None
-        return self.located or in_backward or self.gradients.likely
+        likely = self.gradients.likely if self._has_failed else None
+        return self.located or in_backward or likely
 
-    def step_ended(self, step: int, has_failed: bool, is_hopeless: bool) -> None:
+    def step_ended(
+        self, step: int, has_failed: bool, is_hopeless: bool, has_nan: bool = False
+    ) -> None:
         """Note the end of a step, once.
 
         Args:
             step: its number.
             has_failed: whether it failed in a way that no loss scale fixes.
             is_hopeless: whether its gradients were bad in such a way, though its loss was finite.
+            has_nan: whether its gradients held a NaN. A scale that is too large may have made it,
+                or an infinite slope, which the next step then shows.
         """
         if step == self._step:  # an interrupted call was repeated
             return
@@ -162,7 +167,7 @@ class GraphWatch:
         self._is_told = has_failed and (self._is_told or is_exact(found))  # in this streak
         self.ungraphed.step_ended(step, self.located)
         self._trace(found)
-        self.gradients.step_ended(is_hopeless)
+        self.gradients.step_ended(is_hopeless, has_nan)
         self._step, self._is_over = step, True
 
     def _trace(self, found: Located | None) -> None:
@@ -199,6 +204,7 @@ class GradientWatch:
 
     def __init__(self) -> None:
         self.is_on = self.is_proven = False
+        self._stays_on = False
         self.located: Located | None = None
         self.likely: Located | None = None
         self._bad: Collection[int] = ()
@@ -229,10 +235,13 @@ class GradientWatch:
             self.is_proven = bad_in(node, may_unpack=True) is not None or is_at_pole(node)
             self.located = self._reader.backward(node, made, given)
 
-    def step_ended(self, is_hopeless: bool) -> None:
-        """Note the end of a step, and whether its gradients were bad at any loss scale."""
+    def step_ended(self, is_hopeless: bool, has_nan: bool) -> None:
+        """Note the end of a step: whether its gradients were bad at any loss scale, or held NaN."""
         self.stop()
-        self.is_on = not self.is_proven if self.located is not None else self.is_on or is_hopeless
+        self._stays_on |= is_hopeless
+        if self.located is not None:
+            self._stays_on = not self.is_proven
+        self.is_on = self._stays_on or has_nan
 
     def begin(self) -> None:
         """Begin a step."""

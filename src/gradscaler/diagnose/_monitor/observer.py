@@ -23,6 +23,7 @@ from gradscaler.diagnose._monitor.iterations import Iteration, Iterations
 from gradscaler.diagnose._monitor.parameters import OptimizersParameters, has_stepped
 from gradscaler.diagnose._monitor.step_log import StepSource, StuckError
 from gradscaler.diagnose._monitor.used_gradients import UsedGradients
+from gradscaler.diagnose._record.step import Step
 from gradscaler.outcome import HISTORY_LENGTH, StepOutcome
 
 MethodT = TypeVar("MethodT", bound=Callable[..., None])
@@ -216,10 +217,12 @@ class EagerObserver(StepSource):
             self._watch.keep_located(None)
             return
         latest = self.log.history[-1] if self.log.history else None
-        is_hopeless = latest is not None and latest.step == ended and latest.is_hopeless
-        has_failed = latest is not None and latest.step == ended and self.log.has_failed(latest)
+        if latest is None or latest.step != ended:
+            latest = Step(ended, 1.0, skipped=False)  # it is not read yet
+        has_failed, is_hopeless = self.log.has_failed(latest), latest.is_hopeless
+        has_nan = any(each.num_nan for each in latest.nonfinite or ())
         self._watch.keep_located(self._graphs.found(has_failed))
-        self._graphs.step_ended(ended, has_failed, is_hopeless)
+        self._graphs.step_ended(ended, has_failed, is_hopeless, has_nan)
 
     @closes_if_asked
     def updated(self) -> None:

@@ -127,6 +127,7 @@ class StepLog:
         """A copy of the log that writes nothing; any thread may make one."""
         twin = copying.copy(self)
         twin._writers = None
+        twin._filter = WarningFilter(self.num_before)  # it reports nothing
         twin.counts = self.counts  # before the history, which may grow meanwhile
         kept = (step for step in tuple(self.history) if step.step <= twin.counts.step)
         twin.history = deque(kept, maxlen=HISTORY_LENGTH)
@@ -180,6 +181,14 @@ class StepLog:
         )
         if is_inspected and skip is not None:
             self._write(skip)
+        if step.skipped or observed.calls or not math.isfinite(step.loss or 0.0):
+            self._note_events(step, observed.calls)
+
+    def _note_events(self, step: Step, calls: Sequence[str]) -> None:
+        """Note what a look at the evidence after this step may find."""
+        is_failed = self.has_failed(step) or (step.is_hopeless and step.scale <= 1)
+        for event in {*calls, *["failure"] * is_failed}:
+            self._filter.note_event(event)
 
     def add_bad(self, line: BadStep) -> None:
         """Note a step that was applied with gradients that were not finite, and report the first.
@@ -203,6 +212,8 @@ class StepLog:
             return
         sample = self._sample(loss, **measured)
         self._write(sample)
+        if measured:
+            self._filter.note_event("sample")
         self._written_at = monotonic()
         evidence = counts.evidence.after(sample)
         self.counts = counts._replace(sampled=counts.step, observed=_NOTHING, evidence=evidence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from time import perf_counter as clock
 
@@ -18,15 +19,18 @@ class WarningFilter:
     """Lets each kind of finding through once, and again when it gets worse.
 
     An uncertain finding is reported if a later look finds it again, or at the end of a long run. A
-    kind is also reported again once its line in the user's code is known.
+    kind is also reported again once its line in the user's code is known, unless another kind was
+    reported with this line.
     """
 
     def __init__(self, step: int) -> None:
         self._first = self._looked_at = step
         self._next = 0.0  # the earliest time of the next look
-        self._told: dict[str, int] = {}  # by kind: the steps that showed it when reported
+        self._events = Counter[str]()
+        self._told: dict[str, int] = {}  # by kind, and by line: the steps that showed it then
         self._placed: set[str] = set()  # the kinds that were reported with a line
-        self._found: dict[str, int] = {}  # by kind: the latest sample when it was first found
+        # By kind: the latest step and the latest sample when it was first found.
+        self._found: dict[str, tuple[int, int]] = {}
 
     def is_due(self, step: int) -> bool:
         """Whether to look at the evidence after a step; if so, the time of the look starts."""
@@ -35,6 +39,17 @@ class WarningFilter:
             return False
         self._looked_at, self._began = step, now
         return True
+
+    def note_event(self, kind: str) -> None:
+        """Look after this step if it is the first, 2nd, 3rd, 4th, 6th, 8th, 12th ... of a kind.
+
+        So what an event shows is reported in that step, whatever the clock says. The numbers grow
+        by a factor of about 1.4, so that a run of a million events looks 40 times for them.
+        """
+        self._events[kind] += 1
+        number = self._events[kind]
+        if number.bit_count() == 1 or (number % 3 == 0 and (number // 3).bit_count() == 1):
+            self.hurry()
 
     def hurry(self) -> None:
         """Look at the evidence after the next step, as there is news."""
@@ -57,16 +72,19 @@ class WarningFilter:
             is_last: whether the run has ended.
         """
         before = self._found
-        self._found = {each.kind: before.get(each.kind, sampled) for each in findings}
+        self._found = {each.kind: before.get(each.kind, (step, sampled)) for each in findings}
         is_long = step - self._first >= _FEWEST
         selected = []
         for finding in findings:
             kind, count = finding.kind, max(finding.count, 1)
-            is_stale = kind_of(kind).is_of_sample and before.get(kind) == sampled
-            is_found_again = kind in before and not is_stale
+            found_at, sampled_then = before.get(kind, (step, sampled))
+            is_found_again = step - found_at >= _LEAST_NEW
+            if kind_of(kind).is_of_sample:
+                is_found_again = sampled_then < sampled
             is_sure = finding.is_certain or is_found_again or (is_last and is_long)
-            is_new = count >= _WORSE * self._told.get(kind, 0)
-            is_placed = finding.line is not None and kind not in self._placed
+            line = finding.line or ""
+            is_new = count >= _WORSE * self._told.get(line, self._told.get(kind, 0))
+            is_placed = bool(line) and kind not in self._placed and line not in self._told
             if kind != "normal" and is_sure and (is_new or is_placed):
                 self.note(finding)
                 selected.append(finding)
@@ -76,4 +94,5 @@ class WarningFilter:
         """Note that a finding was reported."""
         self._told[finding.kind] = max(finding.count, 1)
         if finding.line is not None:
+            self._told[finding.line] = max(finding.count, 1)
             self._placed.add(finding.kind)
