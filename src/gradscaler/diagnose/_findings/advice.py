@@ -265,7 +265,8 @@ def at_line(found: Located | None, before: str = ", by") -> str:
     likely = "probably " if found.is_likely else ""
     inside = f" in {found.module}" if found.kind == "backward" and found.module else ""
     operation = _SPOKEN.get(found.operation, found.operation)
-    summand = f", in summand {found.summand} of the loss" if found.summand else ""
+    is_of_loss = found.summand is not None and found.kind != "backward"
+    summand = f", in summand {found.summand} of the loss" if is_of_loss else ""
     return f"{before} {likely}{operation}{inside}{line}{summand}"
 
 
