@@ -21,6 +21,8 @@ _OPERATOR = re.compile(r"__[ir]?(add|sub|mul|matmul|truediv|floordiv|pow|mod)__"
 _IN_PLACE = re.compile(r"(?<!_)_$|^__i\w+__$|^__setitem__$")
 _OVERWRITES = re.compile("^(copy|fill|normal|uniform|zero)_$")  # their first argument
 
+_UNSEEN = "__get__", "_foreach_"  # to get an attribute; what optimizers do to all parameters
+
 
 class Call:
     """A call of a function of PyTorch.
@@ -156,8 +158,7 @@ class CallWatch:
         """Call a function, and see the call."""
         is_fork = os.getpid() != self._process  # a fork inherits the mode
         name = getattr(func, "__name__", "")
-        # An attribute, such as the shape, is got by a call, too.
-        if is_fork or name == "__get__" or not self.is_on or not self._may_continue():
+        if is_fork or name.startswith(_UNSEEN) or not self.is_on or not self._may_continue():
             return func(*args, **kwargs)
         call = None
         with suppress(Exception):
