@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cached_property
 from types import FrameType
 from typing import Any
 
@@ -21,6 +22,8 @@ _OPERATOR = re.compile(r"__[ir]?(add|sub|mul|matmul|truediv|floordiv|pow|mod)__"
 _IN_PLACE = re.compile(r"(?<!_)_$|^__i\w+__$|^__setitem__$")
 _OVERWRITES = re.compile("^(copy|fill|normal|uniform|zero)_$")  # their first argument
 
+_UNSEEN = "__get__", "_foreach_"  # to get an attribute; what optimizers do to all parameters
+
 
 class Call:
     """A call of a function of PyTorch.
@@ -28,8 +31,7 @@ class Call:
     Attributes:
         name: the function's name in PyTorch.
         operation: the name that users know.
-        inputs: the floating-point tensors that it reads.
-        outputs: those that it makes or changes.
+        outputs: the floating-point tensors that it makes or changes.
         before: the readings of ``inputs`` before the call, if it may change one; else None.
         frame: the frame that called it.
     """
@@ -37,15 +39,10 @@ class Call:
     def __init__(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None
     ) -> None:
-        from torch import Tensor
-
         self.name, self.frame = name, frame
         self.is_in_place = bool(_IN_PLACE.search(name))
         self.changes_inputs = self.is_in_place or "out" in kwargs
-        given = [value for key, value in kwargs.items() if key != "out"]
-        self.inputs = list(floating(Tensor, (args[bool(_OVERWRITES.match(name)) :], given)))
-        self._numbers = [each for each in args if isinstance(each, (int, float))]
-        self._changed = args[:1]
+        self._args, self._kwargs = args, kwargs
         self.outputs: list[Tensor] = []
         self.before = list(map(read, self.inputs)) if self.changes_inputs else None
 
@@ -53,7 +50,16 @@ class Call:
         """Note what it returned."""
         from torch import Tensor
 
-        self.outputs = list(floating(Tensor, self._changed if self.is_in_place else outputs))
+        self.outputs = list(floating(Tensor, self._args[:1] if self.is_in_place else outputs))
+
+    @cached_property
+    def inputs(self) -> list[Tensor]:
+        """The floating-point tensors that it reads; most calls are never asked for them."""
+        from torch import Tensor
+
+        args = self._args[bool(_OVERWRITES.match(self.name)) :]
+        given = [value for key, value in self._kwargs.items() if key != "out"]
+        return list(floating(Tensor, (args, given)))
 
     @property
     def operation(self) -> str:
@@ -77,8 +83,9 @@ class Call:
         else:  # a function that divides in the end
             is_div = node is not None and operation_of(node) == "div"
             found = [each for name, each in kept(node).items() if is_div and name == "other"]
-        if name == "div" and not found and self._numbers:
-            return abs(float(self._numbers[0]))
+        numbers = [each for each in self._args if isinstance(each, (int, float))]
+        if name == "div" and not found and numbers:
+            return abs(float(numbers[0]))
         if not found or any(found[0] is changed for changed in self.outputs):
             return None
         return float(found[0].detach().abs().min())
@@ -156,8 +163,7 @@ class CallWatch:
         """Call a function, and see the call."""
         is_fork = os.getpid() != self._process  # a fork inherits the mode
         name = getattr(func, "__name__", "")
-        # An attribute, such as the shape, is got by a call, too.
-        if is_fork or name == "__get__" or not self.is_on or not self._may_continue():
+        if is_fork or name.startswith(_UNSEEN) or not self.is_on or not self._may_continue():
             return func(*args, **kwargs)
         call = None
         with suppress(Exception):
