@@ -208,3 +208,38 @@ def compiled(training, steps):
         training.forward(fast).backward()
         optimizer.step()
         yield step
+
+
+@loop
+def stepping_in_the_backward_pass(training, steps):
+    training.optimizers = [torch.optim.SGD([p], lr=1e-3) for p in training.net.parameters()]
+    of = dict(zip(training.net.parameters(), training.optimizers, strict=True))
+
+    def hook(parameter):
+        of[parameter].step()
+        of[parameter].zero_grad()
+
+    for parameter in training.net.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)
+    for step in range(1, steps + 1):
+        training.step = step
+        training.forward().backward()
+        yield step
+
+
+@loop
+def sharpness_aware(training, steps):
+    training.optimizers = (optimizer,) = [training.adam()]
+    for step in range(1, steps + 1):
+        training.step = step
+        optimizer.zero_grad()
+        training.forward().backward()
+        ascents = [0.01 * parameter.grad for parameter in training.net.parameters()]
+        with torch.no_grad():
+            torch._foreach_add_([*training.net.parameters()], ascents)
+        optimizer.zero_grad()
+        training.forward().backward()
+        with torch.no_grad():
+            torch._foreach_sub_([*training.net.parameters()], ascents)
+        optimizer.step()
+        yield step

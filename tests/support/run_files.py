@@ -54,6 +54,12 @@ def skip(step, scale, loss=None, nonfinite=None, more=0):
     return {"kind": "skip", "step": step, "scale": scale, **found}
 
 
+def bad_step(step, loss=None, nonfinite=(), located=None):
+    """A step that was applied with gradients of Inf or NaN."""
+    found = {"loss": loss, "nonfinite": nonfinite, "located": located}
+    return {"kind": "bad_step", "step": step, **found}
+
+
 def verdict(step, kind, text, where=None):
     """A verdict that the monitor gave."""
     return {"kind": "verdict", "step": step, "verdict": kind, "text": text, "where": where}
@@ -93,7 +99,8 @@ def append(path, *lines):
 
 def append_run(path, run):
     """Append all lines of a run to a file, and return its path."""
-    return append(path, *run.starts, *run.samples, *run.skips, *run.watched, *run.verdicts)
+    lines = *run.starts, *run.samples, *run.skips, *run.bad_steps, *run.watched, *run.verdicts
+    return append(path, *lines)
 
 
 def run_of(*lines):

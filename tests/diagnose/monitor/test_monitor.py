@@ -201,10 +201,12 @@ def test_the_graph_of_a_loss_is_not_kept():
     assert loss() is None
 
 
-def test_no_file_is_written_for_a_disabled_scaler(path):
+def test_the_loop_of_a_disabled_scaler_is_watched_as_one_without_a_scaler(path):
     training = Training(path=path, scaler=GradScaler(enabled=False)).steps("....")
-    assert training.close().history == ()
-    assert not path.exists()
+    assert len(training.close().history) == 4
+    run = read_run(path)
+    assert run.scales == {}
+    assert "scale" not in run.verdict.text
 
 
 def test_a_closed_monitor_and_a_copy_of_the_scaler_observe_no_more(path):

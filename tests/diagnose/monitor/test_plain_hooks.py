@@ -215,3 +215,20 @@ def test_a_bad_gradient_is_named_though_clipping_makes_all_of_them_bad():
         optimizer.step()
     monitor.close()
     assert "The gradient of 1.bias is NaN" in told[0].cause
+
+
+def test_the_loop_of_a_disabled_scaler_in_bfloat16_tells_its_bad_step():
+    model, told = nn.Linear(4, 1), []
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler(enabled=False)
+    monitor = Monitor(scaler, model, tell=told.append)
+    for factor in (1.0, 1.0, torch.nan, 1.0):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.randn(8, 4)).float().square().mean() * factor
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    monitor.close()
+    assert monitor.bad_step == 3
+    assert [finding.steps for finding in told] == [(3,)]
+    assert "scale" not in monitor.verdict.text

@@ -104,7 +104,7 @@ class Monitor:
     Args:
         scaler: a scaler from gradscaler. For JAX, the scaler before the first step, or an optax
             state that holds one. For MindSpore, a manager, a functional scaler or a train step.
-            None for a loop of PyTorch without a scaler.
+            None for a loop of PyTorch without a scaler; one that is disabled counts as None there.
         model: the source of the parameters' names; several models in a list, or in a dict by the
             names to give them, such as ``{"generator": generator, "critic": critic}``. In PyTorch,
             TensorPlay and Paddle, its activations are inspected in watched steps. Without a scaler,
@@ -188,12 +188,14 @@ class Monitor:
         if on_stuck not in get_args(OnStuck):
             choices = ", ".join(map(repr, get_args(OnStuck)))
             raise ValueError(f"on_stuck must be one of {choices}, got {on_stuck!r}")
-        has_scaler = scaler is not None
+        self._framework = "torch" if scaler is None else _framework_of(scaler)
+        is_eager = scaler is None or hasattr(scaler, "add_observer")
+        is_off = is_eager and scaler is not None and not scaler.observed.is_enabled
+        is_loop = is_off and self._framework == "torch" and model is not None
+        has_scaler = scaler is not None and not is_loop
         if has_scaler and optimizers is not None:
             raise TypeError("optimizers must be None, as the scaler announces what it steps")
         self._dtype = format_named(dtype or ("float16" if has_scaler else "float32")).name
-        self._framework = _framework_of(scaler) if has_scaler else "torch"
-        is_eager = not has_scaler or hasattr(scaler, "add_observer")
         _check(scaler, model, is_eager)
         model = one_model(model)
         self._scaler = scaler if has_scaler else PlainLoop(model, optimizers)
@@ -225,7 +227,7 @@ class Monitor:
             self._source = source(scaler, self._framework, model, self._log, *settings)
             if isinstance(self._source, LoopObserver) and dtype is None:
                 self._source.dtype_seen = partial(self._restart, file, start)
-            self._disabled = None if is_enabled else DisabledScaler(model, self._log)
+            self._disabled = DisabledScaler(model, self._log) if is_off else None
             self._is_open = True
             self._process: int | None = os.getpid()
             _open_monitors.add(self)

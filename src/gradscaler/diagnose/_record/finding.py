@@ -70,7 +70,8 @@ class Verdict:
             Kinds that need no skip. ``"silent"``: the loss is NaN or Inf while the gradients are
             finite. ``"dead"``: the gradients are exactly 0. ``"underflow"``: the scale is too
             small. ``"range"``: every scale flushes one parameter's gradients or makes another's
-            overflow. ``"misuse"``: the scaler is called in a wrong way, or is not needed.
+            overflow. ``"misuse"``: the scaler is called in a wrong way, is not needed, or
+            is missing in float16; or the loop has another mistake.
             ``"state"``: an optimizer's state is not finite. ``"stalled"``: updates are too small
             for the parameters' own dtype.
 

@@ -1,0 +1,73 @@
+"""The report on a run without a scaler."""
+
+import math
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+
+from gradscaler.__main__ import main
+from gradscaler.diagnose import Located
+from gradscaler.outcome import NonfiniteGradient
+from tests.support.reports import drawn, explained, printed
+from tests.support.run_files import append_run, bad_step, run_of, sample, start
+
+PLACE = Located(
+    None, "backward", "", "float32", 0, 0, 0, math.nan, math.nan, None, "sqrt", "t.py:9"
+)
+GRADIENT = NonfiniteGradient("fc.weight", (4, 8), "float32", 0, 32, math.nan)
+
+
+@pytest.fixture
+def run():
+    """Fifty steps in bfloat16, of which the thirtieth was applied with NaN."""
+    losses = [2.0 - step / 50 if step < 31 else math.nan for step in range(1, 51)]
+    return run_of(
+        start(policy={}, dtype="bfloat16"),
+        {"kind": "sample", "step": 20, "steps": 20, "losses": losses[:20], "norm": 1.5},
+        bad_step(30, losses[29], [GRADIENT], PLACE),
+        {"kind": "sample", "step": 50, "steps": 30, "losses": losses[20:]},
+    )
+
+
+def test_the_terminal_shows_the_bad_step_and_no_scale(run):
+    text = explained(run)
+    assert "sqrt at t.py:9, though" in " ".join(text.split())
+    assert "fc.weight: 32 NaN of 4x8 (float32)" in text
+    assert "Computed in: bfloat16" in text
+    assert "loss" in text
+    assert [
+        word for word in ("scale", "kip", "olicy") if word in text.replace("gradscaler", "")
+    ] == []
+
+
+def test_the_figure_has_no_panel_of_scales_and_skips(run, tmp_path):
+    figure = drawn(run, tmp_path / "run.png")
+    titles = {axes.get_title(loc="left") for axes in figure.findobj(match=_is_axes)}
+    assert {"Loss", "Gradient norm"} <= titles
+    assert titles.isdisjoint({"Loss scale", "Skipped steps so far"})
+
+
+def _is_axes(artist):
+    return hasattr(artist, "get_title")
+
+
+def test_a_run_with_a_scaler_beside_it_shows_its_own_scale(run, tmp_path):
+    scaled = run_of(sample(50, 8.0, [(1, 8.0)], 50, []))
+    paths = [append_run(tmp_path / name, each) for name, each in (("a", run), ("b", scaled))]
+    text = printed("compare", *paths, width=100)
+    assert "first bad step" in text
+    assert "last scale" in text
+
+
+def test_there_is_no_policy_to_replay(run, tmp_path, capsys):
+    assert main(["simulate", str(append_run(tmp_path / "run.jsonl", run))]) == 1
+    assert "has no loss scale" in capsys.readouterr().err
+
+
+def test_an_unknown_loss_of_a_bad_step_is_left_out():
+    text = explained(run_of(start(policy={}), bad_step(3, None, [GRADIENT])))
+    assert "The gradient of fc.weight is NaN, and step 3 was applied with it" in " ".join(
+        text.split()
+    )
