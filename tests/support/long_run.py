@@ -19,7 +19,13 @@ def write_long_run(
 ) -> Path:
     """Write a run whose scale grows each ``growth`` steps, which the next step skips."""
     rng = random.Random(0)
-    start = {"framework": "torch", "dtype": "float16", "every": every, "step": 0, "policy": {}}
+    start = {
+        "framework": "torch",
+        "dtype": "float16",
+        "every": every,
+        "step": 0,
+        "policy": {"name": "DynamicScale"},
+    }
     scale, names = 2.0**14, [f"layers.{number}.weight" for number in range(parameters)]
     with path.open("w") as file:
 

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-# A module of these packages with one child and no parameter of its own wraps a model.
+# A module of these packages with one child and no parameter of its own wraps a model, unless its
+# class derives from a user's, as fully_shard makes it.
 _WRAPPERS = "torch.nn.parallel.", "torch._dynamo.", "torch.distributed.", "accelerate.", "lightning"
+_LIBRARIES = (*_WRAPPERS, "torch.", "builtins", "abc", "typing", "pytorch_lightning")
 _NOT_USERS = "torch.", "gradscaler."
 
 
@@ -66,12 +68,17 @@ def _holds(module: Module, trained: Mapping[int, object]) -> bool:
 
 def _inner(model: Module) -> Module:
     """A model without the wrappers of DDP, FSDP, ``torch.compile`` and trainers."""
-    while type(model).__module__.startswith(_WRAPPERS):
+    while _is_wrapper(type(model)):
         children = list(model.children())
         if len(children) != 1 or next(model.parameters(recurse=False), None) is not None:
             break
         model = children[0]
     return model
+
+
+def _is_wrapper(kind: type) -> bool:
+    is_own = all(base.__module__.startswith(_LIBRARIES) for base in kind.__mro__)
+    return is_own and kind.__module__.startswith(_WRAPPERS)
 
 
 def _named(models: list[Module]) -> dict[str, Module]:

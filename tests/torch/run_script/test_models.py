@@ -81,6 +81,17 @@ def test_wrappers_are_looked_through(wrap):
     assert [type(each) for each in models.values()] == [nn.Linear, nn.Linear]
 
 
+def test_a_sharded_model_is_no_wrapper():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.only = nn.Linear(2, 2)
+
+    model = Own()
+    model.__class__ = type("FSDPOwn", (Own,), {"__module__": "torch.distributed.fsdp._fully_shard"})
+    assert models_of([sgd(model)]) is model
+
+
 def test_looking_for_names_keeps_no_graph_alive():
     one, two = nn.Linear(2, 2), nn.Linear(2, 2)
     loss = two(one(torch.ones(2))).sum()
