@@ -28,13 +28,19 @@ def unzeroed(evidence: Evidence) -> Finding | None:
     count, steps = evidence.calls.get("unzeroed", 0), evidence.steps
     if count < max(_FEW, _MANY * steps):
         return None
+    named = {name.partition(" ")[2]: n for name, n in evidence.calls.items() if " " in name}
+    where = max(named, key=lambda name: named[name], default="") or None
+    whose = f" (those of {where})" if where else ""
+    added, so = "scaled gradients to the unscaled ones", "a sum of unlike parts"
+    if evidence.scale == evidence.min_scale == 1:
+        added, so = "to the gradients", "the sum of all gradients so far"
     return Finding(
         "misuse",
-        f"In {count} of {steps} steps, the backward pass added scaled gradients to the unscaled "
-        "ones that the step before had used, so each step uses a sum of unlike parts, and an Inf "
-        "or a NaN stays.",
-        "Call step(optimizer) and update() once, after the last micro-batch's backward pass, and "
-        "optimizer.zero_grad() after each step.",
+        f"In {count} of {steps} steps, the backward pass added {added}{whose} that the step before "
+        f"had used, so each step uses {so}, and an Inf or a NaN stays.",
+        f"Call zero_grad(){f' for {where}' if where else ''} after each step; with micro-batches, "
+        "call step(optimizer) and update() once, after the last one's backward pass.",
+        where,
         count=count,
     )
 
