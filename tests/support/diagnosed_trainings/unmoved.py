@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from gradscaler import FixedScale
 from gradscaler.torch import GradScaler
@@ -38,7 +41,7 @@ def a_weight_decay_that_outweighs_the_gradients(setting: Setting) -> None:
     parameters = model.parameters()
     optimizer = setting.pick(
         torch.optim.SGD(parameters, 0.1, momentum=0.9, weight_decay=0.5),
-        torch.optim.SGD(model.parameters(), 0.05, momentum=0.95, weight_decay=0.8),
+        torch.optim.SGD(model.parameters(), 0.05, momentum=0.5, weight_decay=2.0),
         torch.optim.SGD(model.parameters(), 0.5, weight_decay=0.3),
     )
 
@@ -91,3 +94,26 @@ def one_of_two_models_is_never_zeroed(setting: Setting) -> None:
         scaler.scale(loss).backward()
         scaler.step(of_g)
         scaler.update()
+
+
+@training("dead", "blocks", r"no gradient.*reentrant checkpoint.*use_reentrant=False")
+def checkpointed_blocks_behind_a_frozen_embedding(setting: Setting) -> None:
+    """No input of the blocks requires a gradient, so that only the head learns."""
+    model = nn.ModuleDict(
+        {"embed": nn.Linear(16, 16), "blocks": nn.ModuleList(), "head": mlp(16, 10)}
+    )
+    model["embed"].requires_grad_(False)
+    for _ in range(setting.pick(3, 2, 1)):
+        model["blocks"].append(mlp(16, 32, 16))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-3)
+
+    def loss_of(_: int) -> Tensor:
+        inputs, labels = digits()
+        hidden = model["embed"](inputs)
+        for block in model["blocks"]:
+            with warnings.catch_warnings():  # PyTorch's own is shown once in a process
+                warnings.simplefilter("ignore")
+                hidden = hidden + checkpoint(block, hidden, use_reentrant=True)
+        return cross_entropy(model["head"](hidden).float(), labels)
+
+    fit(setting, model, loss_of, 60, optimizer=optimizer)
