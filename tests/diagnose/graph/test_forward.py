@@ -177,3 +177,56 @@ def test_an_inf_that_the_forward_pass_leaves_out_is_not_blamed():
 
     found = located(Net(), loss_of)
     assert (found.operation, found.line) == ("log", line_with("left out"))
+
+
+def three_losses(model, x, bad):
+    """A loss that is bad has a negative root."""
+    distances = model(x).abs()
+    one = (distances - 9 * int(bad == 1)).sqrt().mean()  # one
+    two = (distances - 9 * int(bad == 2)).sqrt().mean()  # two
+    three = (distances - 9 * int(bad == 3)).sqrt().mean()  # three
+    return one, two, three
+
+
+SUMS = {
+    "one after the other": lambda a, b, c: a + b + c,
+    "weighted": lambda a, b, c: (a + 0.1 * b - c / 8) / 2,
+    "a sum of a list": lambda a, b, c: sum([a, b, c]),
+    "stacked": lambda a, b, c: torch.stack([a, b, c]).sum(),
+}
+
+
+@pytest.mark.parametrize("how", SUMS)
+@pytest.mark.parametrize(("bad", "mark"), [(1, "one"), (2, "two"), (3, "three")])
+def test_the_summand_of_a_loss_that_is_not_finite_is_named(how, bad, mark):
+    found = located(Net(), lambda model, x: SUMS[how](*three_losses(model, x, bad)))
+    assert found.summand == f"{bad} of 3 (mean at {line_with(mark)})"
+    assert f"; in summand {bad} of 3" in str(found)
+
+
+def test_a_bad_parameter_that_all_summands_read_is_in_none_alone():
+    model = Net()
+    with torch.no_grad():
+        model.encoder.weight[0] = math.nan
+
+    def loss_of(model, x):
+        outputs = model(x)
+        return outputs.mean() + outputs.square().mean()
+
+    found = located(model, loss_of)
+    assert (found.parameter, found.summand) == ("weight", None)
+
+
+def test_the_way_to_an_overflow_shows_how_the_numbers_grew():
+    model = nn.Linear(4, 4, bias=False).half()
+    nn.init.constant_(model.weight, 2.0)
+
+    def loss_of(model, _):
+        hidden = model(torch.full((8, 4), 8.0).half())  # 64
+        return ((hidden * 2.0) * hidden.exp().clamp(max=32.0) + 8.0).square().float().mean()
+
+    hidden = 4 * 8.0 * 2.0
+    sums = hidden * 2.0 * 32.0 + 8.0  # its square is beyond 65504
+    found = located(model, loss_of)
+    assert found.way.startswith(f"matmul {hidden:.2g} → ")
+    assert found.way.endswith(f" → add {sums:.2g} → pow Inf")

@@ -257,7 +257,9 @@ def at_line(found: Located | None, before: str = ", by") -> str:
     likely = "probably " if found.is_likely else ""
     inside = f" in {found.module}" if found.kind == "backward" and found.module else ""
     operation = _SPOKEN.get(found.operation, found.operation)
-    return f"{before} {likely}{operation}{inside}{line}"
+    is_of_loss = found.summand is not None and found.kind != "backward"
+    summand = f", in summand {found.summand} of the loss" if is_of_loss else ""
+    return f"{before} {likely}{operation}{inside}{line}{summand}"
 
 
 def seen_in(found: Located | None) -> str:

@@ -58,7 +58,8 @@ def origin_of(node: Node, number: int, values: Values) -> Origin:
         edge = found
     if edge in values.entered:
         return Origin(*edge, is_given=True, made=values.entered[edge])
-    edge = _most_suspect(edge, values)
+    if (suspect := _most_suspect(edge, values)) != edge:
+        return origin_of(*suspect, values)
     return _given_to(*edge, values) or Origin(*edge)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from gradscaler.diagnose._gradients.arrays import local
 from gradscaler.diagnose._gradients.reading import Tensor, largest_finite, read
@@ -16,7 +17,9 @@ from gradscaler.diagnose._graph.places import Places
 from gradscaler.diagnose._graph.site import Site, located_at
 from gradscaler.diagnose._graph.slopes import bad_in
 from gradscaler.diagnose._graph.sources import Sources
+from gradscaler.diagnose._graph.summands import summand_of
 from gradscaler.diagnose._graph.values import Values
+from gradscaler.diagnose._graph.way import way_to
 from gradscaler.diagnose._record.located import Located
 
 
@@ -49,12 +52,15 @@ class GraphReader:
         made = local(loss if made is None else made)
         if origin.is_given:
             given = made if origin.given is None else origin.given
-            return origin.made or self._places.given_to(given, site)
+            found = origin.made or self._places.given_to(given, site)
+            return replace(found, summand=self._summand_of(origin.node, loss.grad_fn))
         divisor = smallest_divisor(origin.node, values)
         largest = largest_input(origin.node, values)
         # It may have been given an Inf or NaN by a tensor that a checkpoint hides.
         is_likely = has_packed(origin.node) and reads_unknown(origin.node)
-        known = {"smallest_divisor": divisor, "is_likely": is_likely}
+        summand = self._summand_of(origin.node, loss.grad_fn)
+        known: Any = {"smallest_divisor": divisor, "is_likely": is_likely, "summand": summand}
+        known["way"] = way_to(origin.node, origin.number, values)
         return located_at(site, "forward", made, largest, **known)
 
     def _values(self, result: Tensor) -> Values:
@@ -91,8 +97,8 @@ class GraphReader:
         bad = made[number] if held is None else held
         leaf = getattr(source_of(node.next_functions[number][0]), "variable", None)
         owned = None if leaf is None else self._places.owner_of(leaf)
-        parameter = None if owned is None else owned[1]
-        return located_at(site, "backward", local(bad), largest, parameter=parameter)
+        known = {"parameter": owned and owned[1], "summand": self._summand_of(node, self.nodes[-1])}
+        return located_at(site, "backward", local(bad), largest, **known)
 
     def likely(self, node: Node) -> Located:
         """The place of a node whose gradient was most likely bad."""
@@ -100,6 +106,15 @@ class GraphReader:
         dtype = str(node._input_metadata[0].dtype).removeprefix("torch.")
         found = Located(site.module, "backward", site.type, dtype, 0, 0, 0, math.nan, math.nan)
         return replace(found, operation=site.operation, line=site.line, is_likely=True)
+
+    def _summand_of(self, node: Node, loss: Node) -> str | None:
+        """The summand of the loss that a node is part of, such as "2 of 3 (mean at train.py:5)"."""
+        if (found := summand_of(node, loss)) is None:
+            return None
+        place, summands = found
+        last = self._site_of(summands[place])
+        at = f" at {last.line}" if last.line else ""
+        return f"{place + 1} of {len(summands)} ({last.operation}{at})"
 
     def _site_of(self, node: Node) -> Site:
         return self._places.site_of(node, self.nodes, self._line_of(node))

@@ -25,16 +25,16 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
     """Run a closure, and locate the operation or module that makes its first Inf or NaN.
 
     In PyTorch, the result is an operation, inside a module or outside all of them, with the user's
-    line. It is the first operation whose output is not finite although its inputs are, and whose
-    Inf or NaN reaches the loss or another result. If there is none, the backward pass is searched.
-    There, the result is the first operation whose input has a gradient that is not finite although
-    its outputs' gradients are, and whose Inf or NaN reaches the gradient of a leaf. Its line is
-    then that of the forward pass. An Inf or NaN that ``where`` or a softmax leaves out does no
-    harm. Neither does -inf, unless it becomes +Inf or NaN.
+    line. It is the first function of PyTorch whose output is not finite although its inputs are,
+    and whose Inf or NaN reaches the loss or another result. If there is none, the backward pass is
+    searched. There, the result is the first operation whose input has a gradient that is not finite
+    although its outputs' gradients are, and whose Inf or NaN reaches the gradient of a leaf. Its
+    line is then that of the forward pass. An Inf or NaN that ``where`` or a softmax leaves out does
+    no harm. Neither does -inf, unless it becomes +Inf or NaN.
 
-    Autocast, checkpoints and in-place operations are supported. Compiled modules run eagerly.
-    Operations in threads of their own, as in ``DataParallel``, are not seen. A sum of finite
-    gradients that overflows is not found.
+    Autocast, checkpoints and in-place operations are supported. Compiled modules run eagerly. Of
+    operations in other threads, as in ``DataParallel``, those that record a graph are seen. A sum
+    of finite gradients that overflows is not found.
 
     In TensorPlay and Paddle, the result is a module, with the line that called it. It is the
     innermost module with the first output that is not finite. The backward pass is not checked.

@@ -67,15 +67,16 @@ class Monitor:
     on, without its check. Until a failure, later steps are as without a monitor, except that a loss
     on a CPU is read. After it, reading graphs takes at most 5 % of the training time, and a second.
 
-    What no graph shows is found by a watch of a later step: an operation without a gradient, such
-    as one that prepares a batch, or one inside compiled code or a checkpoint. The monitor watches
-    each operation in the step after a failed one, until it finds one. In TensorPlay and Paddle,
-    and where several processes train together, it watches the modules, in the last of the first
-    ``stuck_after`` skips. The run file records the origin, and the dtype of each module's output,
-    which autocast chooses. A watch changes nothing, runs compiled code uncompiled, and breaks off
-    if the model is evaluated meanwhile. All watches together take at most 5 % of the training time,
-    except for two steps: the last of the first ``stuck_after`` skips, and the one after two failed
-    steps in a row.
+    A graph lacks the operations that record none, such as those that prepare a batch or a target,
+    and those inside compiled code. From a failure on that began there, the monitor watches the
+    calls of PyTorch's functions in each step, until another failure shows the operation, or three
+    show none. Compiled code runs uncompiled in these steps. The watch adds at most 5 % of the
+    training time, and a second.
+
+    The modules are watched in the last of the first ``stuck_after`` skips: in TensorPlay and Paddle
+    to find the first that makes an Inf or NaN, and in PyTorch for the dtype of each module's
+    output, which autocast chooses. Later watches of modules take at most 5 % of the training time.
+    Any watch changes nothing, and breaks off if the model is evaluated meanwhile.
 
     In PyTorch, if a parameter's gradient is all 0 or missing in a sample, the monitor examines
     three steps to find the operation that blocks the gradient, at most six times in a run.
@@ -98,7 +99,7 @@ class Monitor:
             state that holds one. For MindSpore, a manager, a functional scaler or a train step.
         model: the source of the parameters' names; several models in a list, or in a dict by the
             names to give them, such as ``{"generator": generator, "critic": critic}``. In PyTorch,
-            TensorPlay and Paddle, its activations are inspected in watched steps.
+            TensorPlay and Paddle, its modules are inspected in watched steps.
         every: the mean number of steps from one sample to the next. The sampled step of each
             ``every`` steps varies by a fixed rule, so that batches in a periodic order are all
             seen. If ``every`` is more than 50, steps 2, 5, 10, 20 and 50 are sampled too, so that a

@@ -41,6 +41,11 @@ class Located:
             None if the operation is not a division, or overwrote its divisor.
         is_likely: whether this is a conclusion from which gradients were bad, and not yet seen. No
             numbers are known then.
+        summand: which of the losses that the loss adds up it is in, and where that is computed,
+            such as ``"2 of 3 (mean at train.py:31)"``; None if it adds up none, or if it is in
+            several.
+        way: the largest magnitudes of the operations up to this one, as far as they are known,
+            such as ``"matmul 3.1e+03 → mul 4.2e+04 → pow Inf"``; None if none is.
     """
 
     module: str | None
@@ -58,6 +63,8 @@ class Located:
     made_by: str | None = None
     smallest_divisor: float | None = None
     is_likely: bool = False
+    summand: str | None = None
+    way: str | None = None
 
     def is_at(self, other: Located) -> bool:
         """Whether this is the place of another Inf or NaN."""
@@ -83,6 +90,10 @@ class Located:
         )
         if self.smallest_divisor is not None:
             text += f"; smallest divisor {self.smallest_divisor:g}"
+        if self.way is not None:
+            text += f"; {self.way}"
+        if self.summand is not None:
+            text += f"; in summand {self.summand} of the loss"
         if self.made_by is not None:
             text += f"; computed by {self.made_by}"
         if not backward and self.parameter:

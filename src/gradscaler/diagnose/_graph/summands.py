@@ -1,0 +1,35 @@
+"""The losses that a loss adds up."""
+
+from __future__ import annotations
+
+from gradscaler.diagnose._graph.call_site import Node, is_form, operation_of
+from gradscaler.diagnose._graph.nodes import nodes_from
+
+_ADDS = "add", "sub"
+_WEIGHS = "mul", "div", "neg"  # with a number
+_STACKS = "stack", "cat"  # whose sum or mean is the loss
+
+
+def summand_of(node: Node, loss: Node) -> tuple[int, list[Node]] | None:
+    """The place, from 0, of the only summand of a loss that a node is part of, and all summands.
+
+    None if the loss has no summands, or if several have the node as a part.
+    """
+    summands = list(dict.fromkeys(_summands(loss)))
+    places = [n for n, each in enumerate(summands) if node in nodes_from([each])]
+    return (places[0], summands) if len(places) == 1 and len(summands) > 1 else None
+
+
+def _summands(node: Node) -> list[Node]:
+    """What a node adds up, in the order of the code."""
+    while True:
+        below = [each for each, _ in node.next_functions if each is not None]
+        operation = operation_of(node)
+        if operation in (*_ADDS, *_STACKS) and len(below) > 1:
+            return [summand for each in below for summand in _summands(each)]
+        inner = operation_of(below[0]) if len(below) == 1 else None
+        is_sum_of_stack = operation in ("sum", "mean") and inner in _STACKS
+        is_alone = operation in (*_ADDS, *_WEIGHS) or is_form(node)
+        if inner is None or not (is_alone or is_sum_of_stack):
+            return [node]
+        (node,) = below

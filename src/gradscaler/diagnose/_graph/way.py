@@ -1,0 +1,34 @@
+"""The way to a failure: how large the numbers were in the operations before it."""
+
+from __future__ import annotations
+
+from gradscaler.diagnose._graph.call_site import Node, is_form, operation_of
+from gradscaler.diagnose._graph.nodes import is_leaf
+from gradscaler.diagnose._graph.values import Values
+
+_MOST = 5  # operations
+
+
+def way_to(node: Node, number: int, values: Values) -> str | None:
+    """The largest magnitudes up to a node's result, such as "matmul 3e+03 → pow Inf".
+
+    Before each operation is the one that made the largest of its inputs, as far as they are known.
+    None if no input of the node is known.
+    """
+    made = values.tensor(node, number)
+    is_nan = values.has_nan if made is None else bool(made.isnan().any())
+    steps, edge = [f"{operation_of(node)} {'NaN' if is_nan else 'Inf'}"], _largest(node, values)
+    while edge is not None and len(steps) < _MOST:
+        found = values.reading(*edge)
+        if not is_form(edge[0]) and found is not None:
+            steps.append(f"{operation_of(edge[0])} {found.largest:.2g}")
+        edge = _largest(edge[0], values)
+    return " → ".join(reversed(steps)) if len(steps) > 1 else None
+
+
+def _largest(node: Node, values: Values) -> tuple[Node, int] | None:
+    """The input of a node, made by another, that holds the largest known magnitude."""
+    inputs = [edge for edge in node.next_functions if edge[0] is not None and not is_leaf(edge[0])]
+    known = {edge: values.reading(*edge) for edge in inputs}
+    finite = {edge: read.largest for edge, read in known.items() if read and not read.bad}
+    return max(finite, key=finite.__getitem__, default=None)
