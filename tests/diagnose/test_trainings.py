@@ -22,10 +22,11 @@ from tests.support.diagnosed_trainings import (
     reported,
     silent,
     stuck,
+    unmoved,
 )
 
 assert all(
-    (healthy, intermittent, lost, misuse, reported, silent, stuck)
+    (healthy, intermittent, lost, misuse, reported, silent, stuck, unmoved)
 )  # each enters its trainings
 
 pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")

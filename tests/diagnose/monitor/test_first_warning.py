@@ -114,7 +114,7 @@ def test_a_slope_of_inf_is_told_at_the_largest_scale_and_is_no_overflow(operatio
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 scaler.update()
-            told |= {step: str(each.message) for each in caught}
+            told.update((step, str(each.message)) for each in caught)
         assert monitor.verdict.kind == "nan"
     assert min(told) == 2
     assert all(re.search(rf"gradient of \w*{operation}", text) for text in told.values())

@@ -24,7 +24,8 @@ _Detector = Callable[[Evidence], Finding | None]
 _GROUPS: tuple[tuple[_Detector, ...], ...] = (
     (bad_state,),
     (calls.unused, calls.disabled, optimizers.stepless),
-    (optimizers.uphill, optimizers.unbounded),
+    (optimizers.uphill, optimizers.unbounded, optimizers.decayed),
+    (optimizers.still,),
     (optimizers.idle,),
     (optimizers.outside,),
     (optimizers.unscaled,),

@@ -28,19 +28,21 @@ def unzeroed(evidence: Evidence) -> Finding | None:
     count, steps = evidence.calls.get("unzeroed", 0), evidence.steps
     if count < max(_FEW, _MANY * steps):
         return None
-    added = "added to the gradients that the step before had used, so each step uses their sum"
-    step = "optimizer.step()"
+    named = {name.partition(" ")[2]: n for name, n in evidence.calls.items() if " " in name}
+    where = max(named, key=lambda name: named[name], default="") or None
+    whose = f" (those of {where})" if where else ""
+    added, so, step = "to the gradients", "the sum of all gradients so far", "optimizer.step()"
     if evidence.has_scaler:
-        added = (
-            "added scaled gradients to the unscaled ones that the step before had used, so each "
-            "step uses a sum of unlike parts, and an Inf or a NaN stays"
-        )
         step = "step(optimizer) and update()"
+        if evidence.scale != 1 or evidence.min_scale != 1:
+            added, so = "scaled gradients to the unscaled ones", "a sum of unlike parts"
     return Finding(
         "misuse",
-        f"In {count} of {steps} steps, the backward pass {added}.",
-        f"Call {step} once, after the last micro-batch's backward pass, and optimizer.zero_grad() "
-        "after each step.",
+        f"In {count} of {steps} steps, the backward pass added {added}{whose} that the step before "
+        f"had used, so each step uses {so}, and an Inf or a NaN stays.",
+        f"Call zero_grad(){f' for {where}' if where else ''} after each step; with micro-batches, "
+        f"call {step} once, after the last one's backward pass.",
+        where,
         count=count,
     )
 

@@ -21,6 +21,7 @@ _LARGE_SCALE = 2.0**10  # at this scale, underflow does not make all gradients 0
 STEPS = "sign", "sgn", "round", "floor", "ceil", "trunc"  # their slope is 0 everywhere
 SATURATED = "tanh", "sigmoid", "hardsigmoid", "softmax"  # their slope may round to 0
 ENDED = "relu", "threshold", "clamp", "clamp_min", "clamp_max", "hardtanh"  # slope 0 at an end
+CHECKPOINT = "checkpoint"  # stands for a reentrant one whose inputs require no gradient
 CUT = ""  # stands for an operation where the graph is cut, such as by detach()
 
 
@@ -45,6 +46,15 @@ def cut_off(evidence: Evidence) -> Finding | None:
                 "to be cut, call requires_grad_(False) on them",
                 evidence,
             ),
+            where,
+        )
+    if by == CHECKPOINT:
+        return Finding(
+            "dead",
+            f"{whose}, {names[0]} first, have no gradient, though their modules run in each step: "
+            "they are in a reentrant checkpoint of which no input requires a gradient.",
+            "No loss scale fixes this: pass use_reentrant=False to checkpoint(), or call "
+            "requires_grad_(True) on its input (enable_input_require_grads()).",
             where,
         )
     whole = "everywhere" if by in STEPS else "for all of its inputs"

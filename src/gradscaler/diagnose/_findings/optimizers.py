@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._record.finding import Finding
 
 _FEW = 5  # calls or steps; fewer may be chance
+_FEW_STILL = 3  # steps; a warm-up begins with one or two at a learning rate of 0
+_MANY = 0.25  # of the steps
+# Times the norm before. A weight decay that is chosen well halves or quarters it; at 0.02, two
+# layers in a row pass 0.04 % of what they did.
+_SHRUNK = 0.02
+_STOOD = 0.9  # times the loss before
+_SOME = 10  # losses, for a median
 _FEW_LOSSES = 10  # that are scaled and not stepped
 _GREW = 10.0  # times the learning rate before
 
@@ -35,9 +44,10 @@ def outside(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         "misuse",
-        f"In no optimizer: {_listed(names)}, in spite of a gradient, so nothing moves it.",
-        "Give it to an optimizer, which must be made after layers are added or replaced; or call "
-        "requires_grad_(False) on it.",
+        f"In no optimizer that is stepped: {_listed(names)}, in spite of a gradient, so nothing "
+        "moves it.",
+        "Call step() with the optimizer that holds it, or give it to one, which must be made after "
+        "layers are added or replaced; or call requires_grad_(False) on it.",
         names[0],
         is_certain=False,
     )
@@ -76,6 +86,39 @@ def uphill(evidence: Evidence) -> Finding | None:
         "Give the schedule the true number of steps (warm-up, epochs, accumulation), or let it end "
         "at 0; go back to a checkpoint from before.",
         count=count,
+    )
+
+
+def still(evidence: Evidence) -> Finding | None:
+    """A learning rate that is 0 in step after step, of an optimizer that was made with another."""
+    count = evidence.calls.get("still", 0)
+    if count < max(_FEW_STILL, _MANY * evidence.steps):
+        return None
+    return Finding(
+        "misuse",
+        f"The learning rate was 0 in {count} of {evidence.steps} steps, so they moved nothing, "
+        "though the optimizer was made with another one.",
+        "Call scheduler.step() after each step(optimizer), let the warm-up begin above 0, or give "
+        "the schedule the true number of steps.",
+        count=count,
+    )
+
+
+def decayed(evidence: Evidence) -> Finding | None:
+    """Weights that shrink to almost 0 while the loss stands: the decay outweighs the gradients."""
+    weights = None if evidence.optimizers is None else evidence.optimizers.weights
+    losses = [step.loss for step in evidence.past if step.loss is not None]
+    if weights is None or not 0 < weights[0] * _SHRUNK >= weights[1] or len(losses) < 2 * _SOME:
+        return None
+    first, last = median(losses[:_SOME]), median(losses[-_SOME:])
+    if not last >= _STOOD * first > 0:
+        return None
+    return Finding(
+        "divergence",
+        f"The weights' norm fell from {weights[0]:g} to {weights[1]:g} while the loss stood at "
+        f"{last:g}: they shrink to 0, and the outputs no longer depend on the inputs.",
+        "Lower weight_decay, which outweighs the gradients, or the learning rate that it is "
+        "multiplied by; go back to an earlier checkpoint.",
     )
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from types import FrameType
 
-from gradscaler.diagnose._findings.gradient_values import CUT, ENDED, SATURATED, STEPS
+from gradscaler.diagnose._findings.gradient_values import CHECKPOINT, CUT, ENDED, SATURATED, STEPS
 from gradscaler.diagnose._gradients.reading import Tensor, largest, largest_of
 from gradscaler.diagnose._graph.call_site import Node, differentiated
 from gradscaler.diagnose._graph.hooks import Handle, remove_all, weakly
 from gradscaler.diagnose._graph.nodes import MOST_NODES, OPAQUE, nodes_from
 from gradscaler.diagnose._monitor.failure_watch import FailureWatch
 
+_CHECKPOINT = "torch.utils.checkpoint"
 _LARGE = 2.0**-10  # times a slope of 2**-14, it is not flushed in float16
 _LOOKS = 3  # consecutive steps that a round examines
 # Each may make PyTorch compile modules again. The early samples of a run must not use up all.
@@ -48,7 +51,8 @@ class CutOff:
     slope of that operation can be 0 by itself. A product does not count: one factor may be the
     weight of a loss that is switched off. A missing gradient counts if the modules that run first
     have none, although their outputs are part of the graph. An unused head does not count, and
-    neither does a module that runs under ``no_grad``.
+    neither does a module that runs under ``no_grad``, unless it is in a reentrant checkpoint, which
+    makes no graph if none of its inputs requires a gradient.
 
     Args:
         watch: gives the outputs of the model's modules.
@@ -67,6 +71,7 @@ class CutOff:
         self._handles: list[Handle] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
         self._called: dict[str, bool] = {}  # whether a module's output is in the graph
+        self._checkpointed: set[str] = set()  # modules in a reentrant checkpoint without a graph
         self._flat: dict[Node, str] = {}  # operations by node, of nodes that block gradients
         self._now: dict[str, str] = {}  # blocked in this step
 
@@ -77,7 +82,10 @@ class CutOff:
             self.is_looking = self._watch.look(step, weakly(self._see_output))
 
     def _see_output(self, output: Tensor, module: str, _: str) -> None:
-        self._called[module] = self._called.get(module, False) or output.requires_grad
+        if not output.requires_grad and _is_in_checkpoint():
+            self._checkpointed.add(module)
+        is_in_graph = output.requires_grad or module in self._checkpointed
+        self._called[module] = self._called.get(module, False) or is_in_graph
 
     def see(self, loss: Tensor) -> None:
         """Watch the backward pass of a loss."""
@@ -95,7 +103,8 @@ class CutOff:
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         missing = {name for name, p in trained.items() if p.grad is None}
         zero = {n for n, p in trained.items() if p.grad is not None and not largest(p.grad)}
-        self._now |= dict.fromkeys(self._first_called(trained, missing), CUT)
+        cut = self._first_called(trained, missing)
+        self._now |= {n: self._cut_by(n) for n in cut}
         first = set(self._first_called(trained, zero))
         names = {id(parameter): name for name, parameter in trained.items()}
         for node, operation in self._flat.items():
@@ -130,7 +139,10 @@ class CutOff:
         """Stop examining the step."""
         remove_all(self._handles)
         self.is_looking = False
-        self._called, self._flat, self._now = {}, {}, {}
+        self._called, self._flat, self._now, self._checkpointed = {}, {}, {}, set()
+
+    def _cut_by(self, parameter: str) -> str:
+        return CHECKPOINT if parameter.rpartition(".")[0] in self._checkpointed else CUT
 
     def _first_called(self, trained: Iterable[str], among: set[str]) -> list[str]:
         """The parameters of the modules that were called first, up to a module that differs.
@@ -145,6 +157,14 @@ class CutOff:
                 return found
             found += own
         return []  # no parameter has another gradient
+
+
+def _is_in_checkpoint() -> bool:
+    """Whether a checkpoint of PyTorch called the present module, without a graph."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != _CHECKPOINT:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _note_slope(

@@ -15,6 +15,8 @@ from gradscaler.diagnose._monitor.step_log import StepLog
 from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._record.step import Step
 
+_CREDIT = 0.1  # seconds: too few to be missed, and enough to look at a short run's first steps
+
 
 class FailureWatch:
     """Watches a model's modules in the steps that decide a verdict, and keeps what was located.
@@ -34,7 +36,7 @@ class FailureWatch:
         with suppress(TypeError):  # there may be no model
             self._hooks = ModuleHooks(model)
             self._hooks.may_continue = weakly(self._may_continue)
-        self._budget = Budget()
+        self._budget = Budget(_CREDIT)
         self._next: float | None = None  # seconds for a watch of the next step, if wanted
         self._has_seen_streak = False
         self._is_whole = True  # False if the latest watch broke off

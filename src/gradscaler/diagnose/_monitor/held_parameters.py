@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,15 +19,20 @@ _FEW_ELEMENTS = 16  # of a parameter; one that moves changes in these, too
 
 
 class HeldParameters:
-    """Notes which optimizers step, which never find a gradient, and what none of them holds."""
+    """Notes which optimizers step, which never find a gradient, and what none of them holds.
+
+    Attributes:
+        names: the module of each optimizer's parameters, or the optimizer's class, by its id.
+    """
 
     def __init__(self, model: Any, parameters: OptimizersParameters) -> None:
         self._model, self._parameters = model, parameters
         self._held: dict[int, set[int]] = {}  # ids of parameters, by optimizer
         self._idle: dict[int, int] = {}  # steps without a gradient, of those that made no other
-        self._names: dict[int, str] = {}  # of idle optimizers
+        self.names: dict[int, str] = {}  # of optimizers, by their modules
         self._stepped: set[int] = set()
         self._parts: dict[str, NDArray[Any]] = {}  # at the sample before
+        self._norms: dict[int, float] = {}  # of an optimizer's matrices, at its first sample
         self._version: int | None = None  # of the model's first trained parameter
 
     def note(self, optimizer: object, has_gradients: bool) -> None:
@@ -33,11 +40,11 @@ class HeldParameters:
         key = id(optimizer)
         if key not in self._held:
             self._held[key] = {id(p) for p in self._parameters.named(optimizer).values()}
+            self.names[key] = self._name_of(optimizer)
         if has_gradients:
             self._stepped.add(key)
             self._idle.pop(key, None)
         elif key not in self._stepped:
-            self._names.setdefault(key, self._name_of(optimizer))
             self._idle[key] = self._idle.get(key, 0) + 1
 
     def has_moved(self) -> bool:
@@ -50,21 +57,41 @@ class HeldParameters:
     def at_sample(self, optimizer: object) -> Optimizers:
         """What is known before a sampled step of an optimizer."""
         self._held[id(optimizer)] = {id(p) for p in self._parameters.named(optimizer).values()}
-        idle = {self._names[key]: count for key, count in self._idle.items()}
-        return Optimizers(idle, self._outside(), max(rates_of(optimizer), default=None))
+        idle = {self.names[key]: count for key, count in self._idle.items()}
+        rate, weights = max(rates_of(optimizer), default=None), self._weights_of(optimizer)
+        return Optimizers(idle, self._outside(), rate, weights=weights)
+
+    def holds_any(self, optimizer: object) -> bool:
+        """Whether an optimizer holds a parameter of the model, if there is one."""
+        if self._model is None:
+            return True
+        own = {id(p) for p in self._model.parameters()}
+        return not own.isdisjoint(self._held.get(id(optimizer), own))
+
+    def _weights_of(self, optimizer: object) -> tuple[float, float] | None:
+        """The norm of an optimizer's matrices at its first sample, and now.
+
+        Biases may stay large while a weight decay shrinks the rest.
+        """
+        now = self._parameters.norm_of_matrices(optimizer)
+        if not math.isfinite(now):
+            return None
+        return self._norms.setdefault(id(optimizer), now), now
 
     def _outside(self) -> tuple[str, ...]:
         """The parameters with a gradient that none holds, and that have not moved.
 
-        Those before the first that is held are left out: a backbone may be meant to stay.
+        Those before the first that is held are left out: a backbone may be meant to stay. If none
+        is held, a wrong optimizer is stepped.
         """
         named = {} if self._model is None else dict(self._model.named_parameters())
         held = set[int]().union(*self._held.values())
         places = [place for place, p in enumerate(named.values()) if id(p) in held]
+        first = places[0] if places else -1
         rest = {
             name: parameter
             for place, (name, parameter) in enumerate(named.items())
-            if places and place > places[0] and id(parameter) not in held and _is_used(parameter)
+            if place > first and id(parameter) not in held and _is_used(parameter)
         }
         before = self._parts
         self._parts = {n: np.array(sample_of(p, _FEW_ELEMENTS)) for n, p in rest.items()}
@@ -84,6 +111,13 @@ def rates_of(optimizer: object) -> list[float]:
     """The learning rates of an optimizer's groups, as far as they are on the host."""
     rates = [group.get("lr") for group in groups_of(optimizer)]
     return [float(rate) for rate in rates if isinstance(rate, (int, float))]
+
+
+def is_made_to_move(optimizer: object) -> bool:
+    """Whether an optimizer was made with a learning rate other than 0, as far as it tells."""
+    defaults = getattr(optimizer, "defaults", None)
+    rate = defaults.get("lr") if isinstance(defaults, Mapping) else None
+    return isinstance(rate, (int, float)) and rate != 0
 
 
 def _is_used(parameter: Tensor) -> bool:

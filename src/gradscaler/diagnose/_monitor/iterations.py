@@ -38,7 +38,7 @@ class Iteration:
     scaled: ScaledLosses = field(default_factory=ScaledLosses)  # if sampled, in PyTorch
     seen: Optimizers | None = None  # if sampled
     unscaled: list[str] = field(default_factory=list)  # see Optimizers
-    added_to: list[Tensor] = field(default_factory=list)  # magnitudes from UsedGradients
+    added_to: dict[str, Tensor] = field(default_factory=dict)  # magnitudes, by optimizers' names
     checks: list[LateCheck] = field(default_factory=list)  # without a scaler, on a device
 
     def place_of(self, optimizer: object) -> int:
@@ -53,9 +53,10 @@ class Iteration:
         found = [o.nonfinite for o in self.outcomes.values() if o.nonfinite is not None]
         nonfinite = tuple(chain(*found)) if found else None
         was_skipped = any(skipped.values())
-        is_unzeroed = any(_stays(float(held), was_skipped) for held in self.added_to)
+        unzeroed = [n for n, held in self.added_to.items() if _stays(float(held), was_skipped)]
         step = Step(self.number, last.scale, was_skipped, loss, nonfinite)
-        calls = *self.calls, *["unzeroed"] * is_unzeroed, *["lossless"] * (not self.losses)
+        calls = *self.calls, *["unzeroed"] * bool(unzeroed), *["lossless"] * (not self.losses)
+        calls = *calls, *(f"unzeroed {name}" for name in unzeroed)
         is_absorbed = self.scaled.has_infinite_divisor() and math.isfinite(loss or 0.0)
         calls = *calls, *["negative"] * (self.scaled.negative() is not None)
         calls = *calls, *["absorbed"] * is_absorbed

@@ -18,7 +18,7 @@ from gradscaler.diagnose._locate.locate import is_locating
 from gradscaler.diagnose._monitor.backward_graph import CutOff, listen
 from gradscaler.diagnose._monitor.failure_watch import FailureWatch
 from gradscaler.diagnose._monitor.gradient_sample import measure
-from gradscaler.diagnose._monitor.held_parameters import HeldParameters, rates_of
+from gradscaler.diagnose._monitor.held_parameters import HeldParameters, is_made_to_move, rates_of
 from gradscaler.diagnose._monitor.iterations import Iteration, Iterations
 from gradscaler.diagnose._monitor.parameters import OptimizersParameters, has_stepped
 from gradscaler.diagnose._monitor.step_log import StepSource, StuckError
@@ -131,9 +131,12 @@ class EagerObserver(StepSource):
             self.parameters.note_norms(optimizer)
             if self._is_resumed(optimizer) and "resumed" not in iteration.calls:
                 iteration.calls.append("resumed")
-        self._used.before_step(optimizer, iteration)
-        if any(rate < 0 for rate in rates_of(optimizer)):
+        self._used.before_step(optimizer, iteration, self._held.names.get(id(optimizer), ""))
+        rates = rates_of(optimizer)
+        if any(rate < 0 for rate in rates):
             iteration.calls.append("uphill")
+        if rates and not any(rates) and is_made_to_move(optimizer):
+            iteration.calls.append("still")
         if self._cut_off.is_looking:
             self._cut_off.note(self._named(optimizer))
 
@@ -319,7 +322,8 @@ class EagerObserver(StepSource):
         missing = tuple(name for name, p in named.items() if p.grad is None and _is_trained(p))
         iteration = self._iterations.latest
         iteration.seen = iteration.seen or self._held.at_sample(optimizer)
-        if self._sees_graph and iteration.losses:
+        # The loss of a parameter that is not the model's may be scaled by another scaler.
+        if self._sees_graph and iteration.losses and self._held.holds_any(optimizer):
             iteration.unscaled += iteration.scaled.unscaled(named)
         unmoved = self.parameters.unmoved(optimizer, named, self._iterations.latest.number)
         measured[id(optimizer)] = replace(found, missing=missing, unmoved=unmoved)

@@ -96,6 +96,13 @@ class OptimizersParameters:
         first = [norm for norms in before for norm in norms or ()]
         return math.hypot(*map(float, first)), math.hypot(*map(float, now))
 
+    def norm_of_matrices(self, optimizer: object) -> float:
+        """The norm of an optimizer's parameters with two or more dimensions; NaN if unknown."""
+        named = self.named(optimizer).values()
+        with suppress(Exception):
+            return math.hypot(*(float(local(p).detach().norm()) for p in named if p.ndim > 1))
+        return math.nan
+
     def _norms_of(self, optimizer: object) -> list[Tensor]:
         """The norm of each parameter, which may be on a device; empty if they cannot be taken."""
         with suppress(Exception):

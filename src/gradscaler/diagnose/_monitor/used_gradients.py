@@ -51,11 +51,14 @@ class UsedGradients:
                 same = weakref.ref(gradient) if self._counts_changes else _always
                 self._used[key] = _Used(same, version, part.abs().max())
 
-    def before_step(self, optimizer: object, iteration: Iteration) -> None:
-        """Note in an iteration what the gradient held before a backward pass added to it."""
+    def before_step(self, optimizer: object, iteration: Iteration, name: str) -> None:
+        """Note in an iteration what the gradient held before a backward pass added to it.
+
+        ``name`` is the optimizer's.
+        """
         held = self._held(optimizer)
         if held is not None:
-            iteration.added_to.append(held if self._counts_changes else held * 0)
+            iteration.added_to[name] = held if self._counts_changes else held * 0
         if iteration.follows_unstepped and (held is None or not float(held)):
             iteration.calls.append("left_out")
             iteration.follows_unstepped = False

@@ -123,12 +123,15 @@ class Optimizers:
             holds.
         rate: the largest learning rate; None if it is not known.
         unscaled: the names of parameters with a gradient that no scaled loss reaches.
+        weights: the norm of an optimizer's matrices at its first sample, and now; None if it was
+            not taken.
     """
 
     idle: Mapping[str, int] = field(default_factory=dict)
     outside: tuple[str, ...] = ()
     rate: float | None = None
     unscaled: tuple[str, ...] = ()
+    weights: tuple[Magnitude, Magnitude] | None = None
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,9 @@ class Sample:
             ``"left_out"``: the gradients of such a step were zeroed before the next backward pass.
             ``"switched"``: a step of one optimizer came after a step of another and an ``update``.
             ``"unscaled"``: like ``"switched"``, and no loss was scaled in between. ``"unzeroed"``:
-            a backward pass added to gradients that a step had used. ``"resumed"``: before the first
+            a backward pass added to gradients that a step had used; ``"unzeroed NAME"`` counts
+            those of a module's optimizer. ``"still"``: all learning rates of a step were 0, though
+            its optimizer was made with others. ``"resumed"``: before the first
             step, an optimizer had the state of an earlier run, but the scaler was new.
             ``"lossless"``: an eager scaler stepped, but no loss was scaled for it. ``"uphill"``:
             a learning rate was negative. ``"negative"``: a loss was negative that never is for
