@@ -50,6 +50,7 @@ class LoopObserver(EagerObserver):
         super().__post_init__()
         self._trained: dict[str, Tensor] = {}
         self._failure: Failure | None = None  # in this iteration
+        self._reported: Failure | None = None  # in the present streak of bad steps
         self._root: Node = None  # of the latest loss
         self._is_checked = False  # whether gradients were checked since the step before
 
@@ -80,12 +81,17 @@ class LoopObserver(EagerObserver):
         loss = iteration.losses[-1] if iteration.losses else None
         if not check.is_on_host:
             iteration.checks.append(LateCheck(check, loss, self._root))
-        elif suspects := check.suspects():
-            found = nonfinite({name: self._trained[name] for name in suspects})
-            if found and self._failure is None:
-                self._failure = self._failed(loss, found, self._root)
+        elif not (suspects := check.suspects()):  # an earlier failure was left out, or is over
+            self._failure = self._reported = None
+        elif self._failure is None:
+            self._failure = self._reported or self._failed_in(suspects, loss)
         self._graphs.release()
         self._root = None
+
+    def _failed_in(self, suspects: Iterable[str], loss: Tensor | None) -> Failure | None:
+        """The failure of a backward pass, if gradients that are suspected hold an Inf or a NaN."""
+        found = nonfinite({name: self._trained[name] for name in suspects})
+        return self._failed(loss, found, self._root) if found else None
 
     def _failed(
         self,
@@ -115,11 +121,14 @@ class LoopObserver(EagerObserver):
         if all(p.grad is None for group in groups for p in group["params"]):
             return StepOutcome(1.0, False, "no_gradients")
         outcome = StepOutcome(1.0, False, "disabled")  # loss scaling is
-        if self._failure is not None:
-            named = self._named(optimizer)
-            if nonfinite(named) or inspect(named):
-                outcome.nonfinite = self._failure.nonfinite
+        if self._failure is not None and self._is_applied(self._named(optimizer)):
+            outcome.nonfinite = self._failure.nonfinite
         return outcome
+
+    def _is_applied(self, named: dict[str, Tensor]) -> bool:
+        """Whether a failure was applied to parameters: their gradients may have been cleaned."""
+        in_a_row = self._failure is self._reported  # need no reading of all gradients
+        return in_a_row or bool(nonfinite(named) or inspect(named))
 
     @closes_if_asked
     def stepped(self, optimizer: object, outcome: StepOutcome, /) -> None:
@@ -127,6 +136,7 @@ class LoopObserver(EagerObserver):
         super().stepped(optimizer, outcome)
         failure, self._is_checked = self._failure, False
         if failure is not None and outcome.nonfinite:
+            self._reported = failure
             self._report(self._iterations.latest, failure)
 
     def _report(self, iteration: Iteration, failure: Failure) -> None:
