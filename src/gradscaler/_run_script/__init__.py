@@ -7,12 +7,15 @@ environment variables that the script sets still count.
 from __future__ import annotations
 
 import argparse
+import atexit
+import os
 import sys
 from functools import partial
 
 from gradscaler._run_script.after_import import after_import
 from gradscaler._run_script.program import program_of
 from gradscaler._run_script.tracebacks import show_from
+from gradscaler._run_script.voice import say
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -32,8 +35,15 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     except SyntaxError:
         show_from(None)
         raise
+    atexit.register(_say_if_unwatched, os.getpid())
     program.run(arguments)
     return 0
+
+
+def _say_if_unwatched(process: int) -> None:
+    """Say why there is no verdict, in the process that was started and not in its forks."""
+    if "torch" not in sys.modules and os.getpid() == process:
+        say("this process did not import PyTorch, so there is no verdict.")
 
 
 def _watch(options: argparse.Namespace) -> None:

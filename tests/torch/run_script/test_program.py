@@ -74,9 +74,13 @@ def started(tmp_path):
     return start
 
 
+UNWATCHED = "gradscaler: this process did not import PyTorch, so there is no verdict.\n"
+
+
 def ended(process):
+    """The exit status, stdout, and stderr without the word at its end on what was not watched."""
     out, error = process.communicate(timeout=60)
-    return process.returncode, out, error
+    return process.returncode, out, error.removesuffix(UNWATCHED)
 
 
 @pytest.mark.parametrize(("command", "script"), PROGRAMS.values(), ids=PROGRAMS)
@@ -103,8 +107,10 @@ def test_a_class_of_the_script_is_unpickled_in_a_spawned_process_that_nothing_wa
     ids=["none", "script", "module", "inner", "every"],
 )
 def test_what_cannot_be_run_is_said(started, command, status, says):
-    code, out, error = ended(started(command, ""))
-    assert (code, out) == (status, "")
+    process = started(command, "")
+    out, error = process.communicate(timeout=60)
+    assert (process.returncode, out) == (status, "")
+    assert "no verdict" not in error
     assert says in error
     assert "Traceback" not in error
 
@@ -123,6 +129,10 @@ def test_a_signal_ends_a_program_as_under_python(started, number):
         ends.append(ended(process))
     assert ends[0] == ends[1]
     assert ends[0][0] == -number
+
+
+def test_a_program_without_pytorch_is_told_so(started):
+    assert started(["script.py"], "print(1)").communicate(timeout=60) == ("1\n", UNWATCHED)
 
 
 SCALERS = """
