@@ -1,6 +1,8 @@
 """Run the trainings of docs/reports.md as a user would, and write what is said below each.
 
 make reports
+
+A new report needs its training, and an empty text block below it.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class Report(NamedTuple):
 
 def reports() -> list[Report]:
     """The reports on the page, in their order."""
-    page = PAGE.read_text()
+    page = PAGE.read_text(encoding="utf-8")
     return [
         Report(
             re.findall(r"^### (.+)$", page[: match.start()], re.M)[-1],
@@ -126,12 +128,12 @@ def _run() -> None:
 
 def main() -> None:
     """Write the page with what is said of each training today."""
-    page = PAGE.read_text()
+    page = PAGE.read_text(encoding="utf-8")
     for report in reports():
         before = f"{report.code}```\n\n```text\n{report.said}```\n"
         after = f"{report.code}```\n\n```text\n{said_of(report.code)}```\n"
         page = page.replace(before, after)
-    PAGE.write_text(page)
+    PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":
