@@ -431,6 +431,12 @@ def evidence(session: nox.Session) -> None:
     run(session, "torch", "-m", "benchmarks.evidence", *session.posargs)
 
 
+@task("reports", "torch")
+def reports(session: nox.Session) -> None:
+    """Run the trainings of docs/reports.md, and write what is said of each. A test compares it."""
+    run(session, "torch", "docs/reports.py", env={"OMP_NUM_THREADS": "1"})
+
+
 @task("notebooks", "torch")
 def notebooks(session: nox.Session) -> None:
     """Run the notebooks of docs/, and keep their outputs. A test compares them with today's."""

@@ -30,6 +30,7 @@ README = {
     "test_under_a_fixed_scale_an_overflow_still_skips_its_step`",
     "It says why the scale keeps falling": "`examples/torch_stuck.py`; "
     "`tests/diagnose/monitor/test_stuck_example.py`",
+    "what people reported": "`make reports`; `tests/documents/test_reports.py`",
     "It also finds failures that skip no step": "`tests/diagnose/test_trainings.py`",
     "It reports each step": "`tests/eager/test_outcomes.py`",
     "repeats a batch": "`tests/torch/test_retries.py`, `tests/eager/test_attempts.py`",

@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, nll_loss
+from torch.nn.functional import cross_entropy, ctc_loss, nll_loss
 
 from gradscaler.diagnose._graph.watch import GraphWatch
 from tests.support.marked_lines import lines_marked_in
@@ -230,3 +230,23 @@ def test_the_way_to_an_overflow_shows_how_the_numbers_grew():
     found = located(model, loss_of)
     assert found.way.startswith(f"matmul {hidden:.2g} → ")
     assert found.way.endswith(f" → add {sums:.2g} → pow Inf")
+
+
+@pytest.fixture
+def memory_of_nans():
+    """What PyTorch allocates and does not write holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("memory_of_nans")
+def test_memory_that_an_operation_does_not_write_is_no_input_of_it():
+    def loss_of(model, x):
+        chances = model(x).log_softmax(-1)[:, None].expand(8, 2, 4)
+        lengths = torch.tensor([2, 9])  # nine labels have no alignment with eight places
+        return ctc_loss(chances, torch.ones(2, 9, dtype=int), torch.full((2,), 8), lengths)
+
+    found = located(Net(), loss_of)
+    assert (found.kind, found.operation) == ("forward", "ctc_loss")
+    assert found.largest_input < 100

@@ -13,6 +13,7 @@ from gradscaler.diagnose._graph.call_site import Node
 MOST_NODES = 10_000  # of one graph
 OPAQUE = "CompiledFunction", "CheckpointFunction"  # nodes that hide a graph of their own
 _RAW = "_raw_saved_"
+_PARTLY_WRITTEN = {"CtcLossBackward": "result1"}  # the rest of that memory may hold any number
 
 
 def nodes_from(waiting: list[Node], seen: set[Node] | None = None) -> Iterator[Node]:
@@ -66,9 +67,10 @@ def kept(node: Node, may_unpack: bool = False) -> dict[str, Tensor]:
     import torch
 
     found: dict[str, Tensor] = {}
+    left_out = _PARTLY_WRITTEN.get(node.name().rstrip("0123456789"))
     for name in _names_of(node.__class__):
         with suppress(Exception):  # it was freed, or changed in place
-            if not may_unpack and is_packed(getattr(node, _RAW + name)):
+            if name == left_out or (not may_unpack and is_packed(getattr(node, _RAW + name))):
                 continue
             public = "saved_tensors" if name == "tensors" and is_custom(node) else f"_saved_{name}"
             tensors = list(floating(torch.Tensor, getattr(node, public)))
