@@ -85,3 +85,22 @@ def a_penalty_on_gradients_of_0(setting: Setting) -> None:
         return scores.mean() + (root(slopes.float().square().sum(1)) - 1).square().mean()
 
     fit(setting, model, loss_of, 100, optimizer=adam(model, 1e-3))
+
+
+@training("activations", None, r"an Inf of float16, in (rsqrt|reciprocal|div) at .*by_hand")
+def a_norm_by_hand_whose_squares_leave_float16(setting: Setting) -> None:
+    """1 / Inf is 0, so that the layer is switched off and the loss is finite."""
+    model = mlp(16, 32, 10)
+    scale_of = setting.pick(
+        lambda squares: squares.rsqrt(),
+        lambda squares: squares.sqrt().reciprocal(),
+        lambda squares: 1 / squares.sqrt(),
+    )
+
+    def loss_of(_: int) -> Tensor:
+        inputs, labels = digits()
+        hidden = (model[0](inputs) * 300).half()
+        hidden = hidden * scale_of((hidden * hidden).sum(1, keepdim=True))
+        return cross_entropy(model[2](hidden).float(), labels)
+
+    fit(setting, model, loss_of, 60, optimizer=adam(model, 1e-3))

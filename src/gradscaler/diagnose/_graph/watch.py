@@ -102,6 +102,10 @@ class GraphWatch:
     def _read(self, reader: GraphReader, loss: Tensor) -> None:
         self.located = reader.forward(loss)
 
+    def line_of(self, loss: Tensor, node: Node) -> str | None:
+        """The user's line of a node in the graph of a loss; None if it is unknown."""
+        return self._lines.line_of(node, in_order(loss)).line
+
     def found(self, has_failed: bool) -> Located | None:
         """The origin of the first Inf or NaN in the present step, or the likely one of an earlier.
 
