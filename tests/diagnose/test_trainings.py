@@ -15,6 +15,7 @@ from tests.support.diagnosed_trainings import (
     TRAININGS,
     VARIANTS,
     Setting,
+    by_hand,
     healthy,
     intermittent,
     lost,
@@ -26,7 +27,7 @@ from tests.support.diagnosed_trainings import (
 )
 
 assert all(
-    (healthy, intermittent, lost, misuse, reported, silent, stuck, unmoved)
+    (by_hand, healthy, intermittent, lost, misuse, reported, silent, stuck, unmoved)
 )  # each enters its trainings
 
 pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")

@@ -44,7 +44,7 @@ _GROUPS: tuple[tuple[_Detector, ...], ...] = (
 )
 # A finding of the first kind explains findings of the others. Bad batches lower the scale, so it
 # is too small or below 1. Gradients behind a slope of 0 are 0, which is not underflow.
-_SAID_BY = {"data": ("underflow", "floor"), "dead": ("underflow",)}
+_SAID_BY = {"data": ("underflow", "floor"), "dead": ("underflow",), "activations": ("dead",)}
 _BESIDE_SKIPS: tuple[_Detector, ...] = (
     bad_state,
     calls.restarted,

@@ -223,11 +223,17 @@ def _in_float32(located: Located) -> str:
 
 def of_backward(located: Located | None) -> str:
     """Advice against a gradient that is NaN at every scale, by the operation located, if any."""
-    advice = None if located is None else of_gradient(located)
-    if advice is None and located is not None and located.operation is not None:
-        # PyTorch's operations are in lower case; a Function of the user's has a class' name.
-        advice = None if located.operation.islower() else _OF_OWN_FUNCTION
+    advice = None if located is None else of_gradient(located) or of_own(located)
     return advice or _OF_NAN
+
+
+def of_own(located: Located) -> str | None:
+    """Advice against a bad gradient of a Function of the user's; None if it is another operation.
+
+    PyTorch's operations are in lower case; a Function has a class' name.
+    """
+    is_own = located.operation is not None and not located.operation.islower()
+    return _OF_OWN_FUNCTION if is_own else None
 
 
 def of_gradient(located: Located) -> str | None:

@@ -28,8 +28,8 @@ def unzeroed(evidence: Evidence) -> Finding | None:
     count, steps = evidence.calls.get("unzeroed", 0), evidence.steps
     if count < max(_FEW, _MANY * steps):
         return None
-    named = {name.partition(" ")[2]: n for name, n in evidence.calls.items() if " " in name}
-    where = max(named, key=lambda name: named[name], default="") or None
+    named = {name: n for name, n in evidence.calls.items() if name.startswith("unzeroed ")}
+    where = max(named, key=lambda name: named[name], default="").partition(" ")[2] or None
     whose = f" (those of {where})" if where else ""
     added, so, step = "to the gradients", "the sum of all gradients so far", "optimizer.step()"
     if evidence.has_scaler:

@@ -76,12 +76,15 @@ def absorbed(evidence: Evidence) -> Finding | None:
     count = evidence.calls.get("absorbed", 0)
     if count < _FEW_SAMPLES:
         return None
+    places = {name: n for name, n in evidence.calls.items() if name.startswith("absorbed ")}
+    by = max(places, key=lambda name: places[name], default="").removeprefix("absorbed ")
     return Finding(
         "activations",
-        f"The forward pass divides by an Inf of float16, in each of {count} samples: the quotient "
-        "and its gradient are exactly 0, though the loss is finite.",
-        "Compute that divisor in float32: a sum or a count beyond 65504 is Inf in float16 "
-        "(mask.sum(dtype=torch.float32)).",
+        f"The forward pass divides by an Inf of float16{f', in {by},' if by else ''} in each of "
+        f"{count} samples: the quotient and its gradient are exactly 0, though the loss is finite.",
+        "Compute that divisor in float32 (x.float()): a sum, a count or a mean of squares beyond "
+        "65504 is Inf in float16.",
+        line=by.partition(" at ")[2] or None,
         count=count,
     )
 

@@ -13,6 +13,7 @@ from gradscaler.diagnose._findings.advice import (
     of_backward,
     of_forward,
     of_gradient,
+    of_own,
     seen_in,
 )
 from gradscaler.diagnose._findings.evidence import Evidence
@@ -106,7 +107,7 @@ def _seen_in(found: Located | None, is_loss: bool) -> tuple[str, str | None]:
     if is_loss:
         of_kind = {"forward": of_forward, "backward": of_backward}.get(found.kind)
         return seen_in(found), None if of_kind is None else of_kind(found)
-    if found.kind != "backward" or (advice := of_gradient(found)) is None:
+    if found.kind != "backward" or (advice := of_gradient(found) or of_own(found)) is None:
         return "", None
     return at_line(found, ", first seen in the gradient of"), advice
 

@@ -14,7 +14,7 @@ from gradscaler.diagnose._graph.budget import Allowance, Budget
 from gradscaler.diagnose._graph.call_site import Node
 from gradscaler.diagnose._graph.hooks import Handle, remove_all, weakly
 from gradscaler.diagnose._graph.lines import Tracebacks
-from gradscaler.diagnose._graph.nodes import OPAQUE, in_order
+from gradscaler.diagnose._graph.nodes import OPAQUE, in_order, is_custom
 from gradscaler.diagnose._graph.places import Module, Places
 from gradscaler.diagnose._graph.reader import GraphReader
 from gradscaler.diagnose._graph.retained import RetainedGraph
@@ -24,6 +24,7 @@ from gradscaler.diagnose._record.located import Located
 
 _MOST_TRACED = 20  # steps: a branch that is taken now and then may need as many
 _LITTLE, _LITTLE_CREDIT = 0.02, 0.2  # a share of the time and seconds, before any failure
+_AFTER_NAN = 50  # steps: a failure in 2 % of them comes again, and growth makes NaN more rarely
 _CREDIT = 1.0  # seconds: too few to be missed in a training that fails
 
 
@@ -134,6 +135,10 @@ class GraphWatch:
     def _read(self, reader: GraphReader, loss: Tensor) -> None:
         self.located = reader.forward(loss)
 
+    def line_of(self, loss: Tensor, node: Node) -> str | None:
+        """The user's line of a node in the graph of a loss; None if it is unknown."""
+        return self._lines.line_of(node, in_order(loss)).line
+
     def found(self, has_failed: bool) -> Located | None:
         """The origin of the first Inf or NaN in the present step, or the likely one of an earlier.
 
@@ -205,6 +210,7 @@ class GradientWatch:
     def __init__(self) -> None:
         self.is_on = self.is_proven = False
         self._stays_on = False
+        self._left = 0  # steps to look at after a NaN that a scale may have made
         self.located: Located | None = None
         self.likely: Located | None = None
         self._bad: Collection[int] = ()
@@ -224,7 +230,9 @@ class GradientWatch:
         if steep and all(each.is_at(steep[0]) for each in steep):
             self.likely = steep[0]
         self._reader = reader
-        for node in suspects_in(part):
+        # A second derivative reaches other parameters too, through what it does not pass.
+        suspects = list(suspects_in(part)) or suspects_in(part_of(reader.nodes, self._bad, ()))
+        for node in suspects:
             self._handles.append(node.register_hook(partial(weakly(self._after), node)))
 
     def _after(self, node: Node, made: Sequence[Tensor], given: Sequence[Tensor]) -> None:
@@ -233,6 +241,10 @@ class GradientWatch:
             return
         if any(read(grad).bad for grad in made) and not any(read(grad).bad for grad in given):
             self.is_proven = bad_in(node, may_unpack=True) is not None or is_at_pole(node)
+            if is_custom(node):  # an overflow leaves an Inf in what it makes
+                self.is_proven |= not any(
+                    bool(grad.isinf().any()) for grad in made if grad is not None
+                )
             self.located = self._reader.backward(node, made, given)
 
     def step_ended(self, is_hopeless: bool, has_nan: bool) -> None:
@@ -241,7 +253,8 @@ class GradientWatch:
         self._stays_on |= is_hopeless
         if self.located is not None:
             self._stays_on = not self.is_proven
-        self.is_on = self._stays_on or has_nan
+        self._left = _AFTER_NAN if has_nan else max(self._left - 1, 0)
+        self.is_on = self._stays_on or self._left > 0
 
     def begin(self) -> None:
         """Begin a step."""

@@ -57,7 +57,7 @@ class Monitor:
 
     The monitor warns of each kind of finding once it is sure
     (:class:`~gradscaler.diagnose.FindingWarning`), and again when ten times as many steps show it.
-    It looks at the first, second, third, fourth, sixth, eighth, 12th ... failed step, and else for
+    It looks at the first six, the 8th, the 12th, the 16th ... failed step, and else for
     at most 1 % of the time. After ``stuck_after`` skips in a row, the
     monitor gives a verdict. The verdict rests on the losses, the skipped gradients and, in the last
     of these steps, the model's parameters and activations. While a lower scale may still end the

@@ -57,9 +57,9 @@ class Iteration:
         step = Step(self.number, last.scale, was_skipped, loss, nonfinite)
         calls = *self.calls, *["unzeroed"] * bool(unzeroed), *["lossless"] * (not self.losses)
         calls = *calls, *(f"unzeroed {name}" for name in unzeroed)
-        is_absorbed = self.scaled.has_infinite_divisor() and math.isfinite(loss or 0.0)
+        absorbed = self.scaled.absorbed if math.isfinite(loss or 0.0) else []
         calls = *calls, *["negative"] * (self.scaled.negative() is not None)
-        calls = *calls, *["absorbed"] * is_absorbed
+        calls = *calls, *["absorbed"] * bool(absorbed), *(f"absorbed {by}" for by in absorbed)
         num_losses = len(self.losses)
         has_any = calls or self.backward or self.cut is not None or num_losses > 1
         observed = Observations(calls, frozenset(self.backward), self.cut, max(num_losses, 1))

@@ -12,6 +12,7 @@ from typing import SupportsFloat, TypeVar
 
 from gradscaler.diagnose._gradients.arrays import local
 from gradscaler.diagnose._gradients.reading import Tensor, inspect
+from gradscaler.diagnose._graph.call_site import Node
 from gradscaler.diagnose._graph.calls import CallWatch
 from gradscaler.diagnose._graph.watch import GraphWatch
 from gradscaler.diagnose._locate.locate import is_locating
@@ -86,7 +87,7 @@ class EagerObserver(StepSource):
         if iteration.is_first or iteration.is_sampled:
             listen(outputs, iteration.backward)
         if iteration.is_sampled and self._sees_graph:
-            iteration.scaled.add(outputs)
+            iteration.scaled.add(outputs, self._line_of)
         if iteration.is_first and not iteration.begun and self._held.has_moved():
             self._iterations.note_call("stepless")
         if self._cut_off.is_looking:
@@ -99,6 +100,9 @@ class EagerObserver(StepSource):
         if 0 in loss.shape:  # this process' part may be empty
             return
         iteration.losses.append(loss if loss.ndim == 0 else loss.mean())
+
+    def _line_of(self, loss: Tensor, node: Node) -> str | None:
+        return None if self._graphs is None else self._graphs.line_of(loss, node)
 
     @closes_if_asked
     def unscaling(self, optimizer: object, scale: SupportsFloat, /) -> None:

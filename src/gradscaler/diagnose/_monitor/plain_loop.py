@@ -118,8 +118,10 @@ class PlainLoop:
             self._observer.stepping(optimizer, None)
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        if self._observer is None or id(optimizer) not in self._stepping:
+        if self._observer is None or not self._is_watched(optimizer):
             return
+        if id(optimizer) not in self._stepping:  # its step, of a closure, began before the observer
+            self._before_step(optimizer)
         is_outer = self._stepping[0] == id(optimizer)
         del self._stepping[self._stepping.index(id(optimizer)) :]
         if not is_outer:  # such as the one that a wrapper steps

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gradscaler.diagnose._gradients.arrays import dtype_name
 from gradscaler.diagnose._gradients.reading import Tensor, largest
-from gradscaler.diagnose._graph.call_site import differentiated
+from gradscaler.diagnose._graph.call_site import Node, differentiated
 from gradscaler.diagnose._graph.nodes import MOST_NODES, OPAQUE, nodes_from
 
 # Losses that are never negative for targets and inputs as they should be.
 _NEVER_NEGATIVE = "binary_cross_entropy", "binary_cross_entropy_with_logits", "nll_loss"
 _PASSED = "div", "mean", "sum", "to"  # between it and the loss; a factor may be negative
-_DIVISOR = "_saved_other"  # what a division keeps for its backward pass
+# What operations keep for their backward pass, and the value in float16 that shows that they
+# divided by an Inf. No finite number of float16 has a reciprocal of 0, nor its root.
+_OF_INF = {
+    "div": ("_saved_other", math.inf),
+    "rsqrt": ("_saved_result", 0.0),
+    "reciprocal": ("_saved_result", 0.0),
+}
 _BELOW = -1e-3  # rounding makes a loss of 0 a little less
 
 
@@ -23,20 +30,22 @@ class ScaledLosses:
 
     is_whole: bool = True  # whether no part of a graph was hidden
     reached: set[int] = field(default_factory=set)  # ids of parameters
-    infinite: list[Tensor] = field(default_factory=list)  # whether float16 divisors hold an Inf
+    absorbed: list[str] = field(default_factory=list)  # the places that divide by an Inf of float16
     positive: list[tuple[str, Tensor]] = field(default_factory=list)  # operations and losses
 
-    def add(self, loss: Tensor) -> None:
-        """Add a loss that is scaled, before its backward pass."""
+    def add(self, loss: Tensor, line_of: Callable[[Tensor, Node], str | None]) -> None:
+        """Add a loss that is scaled, before its backward pass; waits for the device."""
         for number, node in enumerate(nodes_from([loss.grad_fn])):
             hidden = node.name().startswith(OPAQUE) or hasattr(type(node), "saved_tensors")
             if number == MOST_NODES or hidden:  # a Function of the user's may hide a backward pass
                 self.is_whole = False
                 return
             self.reached.add(id(getattr(node, "variable", None)))
-            divisor = getattr(node, _DIVISOR, None) if node.name().startswith("Div") else None
-            if divisor is not None and dtype_name(divisor) == "float16":
-                self.infinite.append(divisor.isinf().any())
+            if not self.absorbed and _divides_by_inf(node):
+                line = line_of(loss, node)
+                self.absorbed.append(
+                    f"{differentiated(node.name())}{f' at {line}' if line else ''}"
+                )
         operation = _at_root(loss)
         if operation is not None:
             self.positive.append((operation, loss.detach()))
@@ -48,13 +57,16 @@ class ScaledLosses:
             if not is_reached and largest(parameter.grad) != 0:
                 yield name
 
-    def has_infinite_divisor(self) -> bool:
-        """Whether a quotient in float16 is 0 because its divisor is Inf; waits for the device."""
-        return any(map(bool, self.infinite))
-
     def negative(self) -> str | None:
         """The operation of a loss that is negative and should not be; waits for the device."""
         return next((by for by, loss in self.positive if float(loss.mean()) < _BELOW), None)
+
+
+def _divides_by_inf(node: Node) -> bool:
+    """Whether a quotient in float16 is 0 because its divisor is Inf."""
+    name, value = _OF_INF.get(differentiated(node.name()), ("", 0.0))
+    kept = getattr(node, name, None) if name else None
+    return kept is not None and dtype_name(kept) == "float16" and bool((kept.abs() == value).any())
 
 
 def _at_root(loss: Tensor) -> str | None:

@@ -181,6 +181,8 @@ class StepLog:
         )
         if is_inspected and skip is not None:
             self._write(skip)
+        if observed.cut:
+            self._filter.note_event("cut")
         if step.skipped or observed.calls or not math.isfinite(step.loss or 0.0):
             self._note_events(step, observed.calls)
 

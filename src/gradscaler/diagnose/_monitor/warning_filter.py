@@ -11,6 +11,7 @@ from gradscaler.diagnose._record.kinds import kind_of
 
 _LEAST_NEW = 10  # steps from one look to the next
 _SHARE = 0.01  # of the training time, for looks
+_FIRST = 6  # events: as many as early samples, and one
 _WORSE = 10  # times as many steps, for a second report
 _FEWEST = 50  # steps of a run that make an uncertain finding worth a report at its end
 
@@ -41,14 +42,18 @@ class WarningFilter:
         return True
 
     def note_event(self, kind: str) -> None:
-        """Look after this step if it is the first, 2nd, 3rd, 4th, 6th, 8th, 12th ... of a kind.
+        """Look after this step if it is one of the first six, the 8th, 12th, 16th ... of a kind.
 
         So what an event shows is reported in that step, whatever the clock says. The numbers grow
         by a factor of about 1.4, so that a run of a million events looks 40 times for them.
         """
         self._events[kind] += 1
         number = self._events[kind]
-        if number.bit_count() == 1 or (number % 3 == 0 and (number // 3).bit_count() == 1):
+        if (
+            number <= _FIRST
+            or number.bit_count() == 1
+            or (number % 3 == 0 and (number // 3).bit_count() == 1)
+        ):
             self.hurry()
 
     def hurry(self) -> None:

@@ -169,8 +169,9 @@ class Sample:
             ``"lossless"``: an eager scaler stepped, but no loss was scaled for it. ``"uphill"``:
             a learning rate was negative. ``"negative"``: a loss was negative that never is for
             targets as they should be; counted at samples. ``"absorbed"``: a float16 divisor was
-            Inf, and the loss finite; counted at samples. Some kinds count only before the first
-            step. ``"idle"``: ``step`` found no gradient. ``"raised"``: ``step`` or ``unscale_``
+            Inf, and the loss finite; counted at samples, and as ``"absorbed PLACE"``. Some kinds
+            count only before the first step. ``"idle"``: ``step`` found no gradient.
+            ``"raised"``: ``step`` or ``unscale_``
             raised an error. ``"stepless"``: the parameters moved between two scaled losses.
             ``"disabled"``: the scaler is disabled, and a forward pass computed in float16.
         missing: names of an optimizer's parameters that require a gradient and have none.
