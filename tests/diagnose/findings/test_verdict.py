@@ -144,7 +144,7 @@ def in_loss(operation, num_inf=3, largest=6e4, dtype="float16"):
         (in_loss("rsqrt", num_inf=0), "the root of a negative number is NaN"),
         (
             replace(in_loss("div", num_inf=0), smallest_divisor=0.0),
-            "the divisor is 0, and so is what it divides",
+            "0 / 0 is NaN: clamp the divisor (an empty mask",
         ),
         (in_loss("div"), "clamp the divisor (an empty mask, a deviation or norm of 0); an eps"),
         (in_loss("div", dtype="complex64"), "clamp the divisor (an empty mask, a deviation or"),

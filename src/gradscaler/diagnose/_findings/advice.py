@@ -61,10 +61,7 @@ _ROOT_OF_NEGATIVE = (
 )
 _POWER_OF_NEGATIVE = "a fractional power of a negative number is NaN: take its magnitude, or clamp"
 _POWER_OF_0 = "a negative power of 0 is Inf: clamp the base"
-_0_BY_0 = (
-    "the divisor is 0, and so is what it divides (an empty mask, a deviation or norm of 0): clamp "
-    "the divisor, or leave out such rows"
-)
+_0_BY_0 = "0 / 0 is NaN: clamp the divisor (an empty mask, a deviation or norm of 0)"
 _LOST_EPS = "an eps below 3e-8 is 0: add 1e-5"  # in float16
 _LOST_IN_BFLOAT16 = "bfloat16 rounds 1 - 1e-6 to 1: take 1 - 2**-8, or float32"
 _DIVISION = "clamp the divisor (an empty mask, a deviation or norm of 0)"

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from gradscaler.diagnose._findings.advice import at_line, of_backward
 from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._findings.nan_skips import LARGE_LOSS
 from gradscaler.diagnose._findings.skips_in_a_row import of_forward_pass
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.lines import Skip
@@ -79,6 +80,6 @@ def _has_bad_loss(skip: Skip) -> bool:
 def _has_nan(skip: Skip, beside_inf: bool) -> bool:
     """Whether gradients hold NaN, and no Inf, which an overflow leaves most often."""
     found = skip.nonfinite or ()
-    is_finite = skip.loss is not None and math.isfinite(skip.loss)
+    is_finite = skip.loss is not None and abs(skip.loss) <= LARGE_LOSS  # False for NaN
     has_inf = any(each.num_inf for each in found)
     return is_finite and any(each.num_nan for each in found) and (beside_inf or not has_inf)
