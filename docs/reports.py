@@ -109,7 +109,7 @@ def _train(folder: str) -> None:
             Path("stderr").open("w") as sys.stderr,
             # So that a slow machine does not leave out what takes time.
             mock.patch(
-                "gradscaler.diagnose._locate.budget.clock", return_value=0.0
+                "gradscaler.diagnose._graph.budget.clock", return_value=0.0
             ),
         ):
             _run()

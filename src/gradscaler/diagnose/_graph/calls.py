@@ -128,13 +128,15 @@ class CallWatch:
         self._entered = self.mode, self._stances
         weakref.finalize(self, _leave, *self._entered).atexit = False  # self may be dropped early
         self.is_on = False
+        self.is_entered = False  # whether the mode was entered, and not left since
+        self._is_handling = False  # whether the mode handles a call
         self._thread, self._process = threading.get_ident(), os.getpid()
 
     def start(self) -> None:
         """Start watching."""
         self.stop()
         self._thread, self._process = threading.get_ident(), os.getpid()
-        self.is_on = True
+        self.is_on = self.is_entered = True
         self.mode.__enter__()
         if "torch._dynamo" in sys.modules:  # without it, nothing is compiled
             compiler: Any = sys.modules["torch.compiler"]
@@ -146,16 +148,19 @@ class CallWatch:
     def stop(self) -> None:
         """Stop watching.
 
-        Where the mode cannot be left, it does nothing any more, until the next call of a module can
-        leave it: in another thread, as each has its own stack of modes; while the mode handles a
-        call; or below another mode.
+        While the mode handles a call, it cannot be left, and the next call of this method does.
+        In another thread, which has its own stack of modes, or below another mode, it does nothing
+        any more, until the next call of a module can leave it.
         """
         was_on, self.is_on = self.is_on, False
         is_here = threading.get_ident() == self._thread
-        if was_on and not (is_here and _is_innermost(self.mode)):
-            _leave_on(self._thread, *self._entered)
-        elif is_here:
+        if is_here and self._is_handling:
+            return
+        if is_here and _is_innermost(self.mode):
             _leave(*self._entered)
+        elif was_on:
+            _leave_on(self._thread, *self._entered)
+        self.is_entered = False
 
     def call(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None
@@ -163,7 +168,7 @@ class CallWatch:
         """Call a function, and see the call."""
         is_fork = os.getpid() != self._process  # a fork inherits the mode
         name = getattr(func, "__name__", "")
-        if is_fork or name.startswith(_UNSEEN) or not self.is_on or not self._may_continue():
+        if is_fork or name.startswith(_UNSEEN) or not self.is_on or not self._asked():
             return func(*args, **kwargs)
         call = None
         with suppress(Exception):
@@ -174,6 +179,14 @@ class CallWatch:
                 call.end(outputs)
                 self._see(call)
         return outputs
+
+    def _asked(self) -> bool:
+        """Whether to see a call. The answer may stop the watch."""
+        self._is_handling = True
+        try:
+            return self._may_continue()
+        finally:
+            self._is_handling = False
 
 
 def _leave_on(thread: int, mode: object, stances: list[object]) -> None:

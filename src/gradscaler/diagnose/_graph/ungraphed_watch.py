@@ -54,7 +54,7 @@ class UngraphedWatch:
 
     def end_passes(self) -> None:
         """Stop seeing calls, as the step's forward and backward passes are over."""
-        if self.calls.is_on:
+        if self.calls.is_entered:
             self.calls.stop()
 
     def step_ended(self, step: int, found: Located | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -161,7 +161,7 @@ class CutOff:
 
 def _is_in_checkpoint() -> bool:
     """Whether a checkpoint of PyTorch called the present module, without a graph."""
-    frame: FrameType | None = sys._getframe()
+    frame: FrameType | None = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__") != _CHECKPOINT:
         frame = frame.f_back
     return frame is not None
