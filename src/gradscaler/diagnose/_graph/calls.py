@@ -109,6 +109,7 @@ class CallWatch:
     def __init__(
         self, see: Callable[[Call], object], may_continue: Callable[[], bool] = lambda: True
     ) -> None:
+        from torch.compiler import is_compiling
         from torch.overrides import TorchFunctionMode
 
         own = weakref.ref(self)
@@ -117,7 +118,8 @@ class CallWatch:
             def __torch_function__(
                 self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
             ) -> Any:
-                watch = own()
+                # PyTorch compiles an operator such as cond, and the mode with it.
+                watch = None if is_compiling() else own()
                 if watch is None:
                     return func(*args, **(kwargs or {}))
                 return watch.call(func, args, kwargs or {}, inspect.currentframe())

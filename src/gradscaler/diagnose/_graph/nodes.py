@@ -67,7 +67,7 @@ def kept(node: Node, may_unpack: bool = False) -> dict[str, Tensor]:
     import torch
 
     found: dict[str, Tensor] = {}
-    left_out = _PARTLY_WRITTEN.get(node.name().rstrip("0123456789"))
+    left_out = _PARTLY_WRITTEN.get(node.__class__.__name__.rstrip("0123456789"))
     for name in _names_of(node.__class__):
         with suppress(Exception):  # it was freed, or changed in place
             if name == left_out or (not may_unpack and is_packed(getattr(node, _RAW + name))):
