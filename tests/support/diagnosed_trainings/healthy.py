@@ -678,3 +678,21 @@ def a_loss_that_is_0_while_the_scale_settles(setting: Setting) -> None:
         return loss * (setting.pick(1e4, 1e5, 3e4) if step % 3 == 0 and step < 20 else 0.0)
 
     fit(setting, model, loss_of, 40)
+
+
+@training("normal")
+def two_scalers_of_which_one_is_watched(setting: Setting) -> None:
+    """In the critic's own steps the gradient of its bias is 0, and in the generator's it is not."""
+    generator, critic = nn.Linear(8, 16), nn.Linear(16, 1)
+    optimizers = [torch.optim.Adam(each.parameters(), 1e-3) for each in (generator, critic)]
+    scalers = [GradScaler("cpu", init_scale=2.0**10) for _ in optimizers]
+    setting.monitor(scalers[0], nn.ModuleList([generator, critic]), setting.pick(10, 5, 7))
+    for step in range(60):
+        with torch.autocast("cpu", torch.float16):
+            fake = generator(torch.randn(32, 8))
+            own = step % 2 and critic(fake.detach()).mean() - critic(torch.randn(32, 16)).mean()
+            loss = own if step % 2 else -critic(fake).mean()
+        optimizers[step % 2].zero_grad()
+        scalers[step % 2].scale(loss).backward()
+        scalers[step % 2].step(optimizers[step % 2])
+        scalers[step % 2].update()

@@ -53,8 +53,11 @@ def cut_off(evidence: Evidence) -> Finding | None:
             "dead",
             f"{whose}, {names[0]} first, have no gradient, though their modules run in each step: "
             "they are in a reentrant checkpoint of which no input requires a gradient.",
-            "No loss scale fixes this: pass use_reentrant=False to checkpoint(), or call "
-            "requires_grad_(True) on its input (enable_input_require_grads()).",
+            at_any_scale(
+                "pass use_reentrant=False to checkpoint(), or call requires_grad_(True) on its "
+                "input (enable_input_require_grads())",
+                evidence,
+            ),
             where,
         )
     whole = "everywhere" if by in STEPS else "for all of its inputs"

@@ -79,8 +79,10 @@ class HeldParameters:
         return self._norms.setdefault(id(optimizer), now), now
 
     def _outside(self) -> tuple[str, ...]:
-        """The parameters with a gradient that none holds, and that have not moved.
+        """The parameters with a gradient that none holds, of modules that have not moved.
 
+        What moves a module that none holds is an optimizer that is not seen, such as that of
+        another scaler. In its steps the gradient of one parameter may be 0.
         Those before the first that is held are left out: a backbone may be meant to stay. If none
         is held, a wrong optimizer is stepped.
         """
@@ -95,8 +97,10 @@ class HeldParameters:
         }
         before = self._parts
         self._parts = {n: np.array(sample_of(p, _FEW_ELEMENTS)) for n, p in rest.items()}
-        is_same = {n: n in before and np.array_equal(before[n], self._parts[n]) for n in rest}
-        return tuple(name for name, same in is_same.items() if same)
+        known = [name for name in rest if name in before]
+        still = [name for name in known if np.array_equal(before[name], self._parts[name])]
+        moved = {_module_of(name) for name in known if name not in still}
+        return tuple(name for name in still if _module_of(name) not in moved)
 
     def _name_of(self, optimizer: object) -> str:
         """The name of the module that an optimizer's parameters have in common, or its class."""
@@ -118,6 +122,10 @@ def is_made_to_move(optimizer: object) -> bool:
     defaults = getattr(optimizer, "defaults", None)
     rate = defaults.get("lr") if isinstance(defaults, Mapping) else None
     return isinstance(rate, (int, float)) and rate != 0
+
+
+def _module_of(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
 
 
 def _is_used(parameter: Tensor) -> bool:
