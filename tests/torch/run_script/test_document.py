@@ -19,6 +19,12 @@ def without_numbers(text):
     return re.sub(r"[\d.-]+", "0", " ".join(text.split()))
 
 
+def test_the_readme_quotes_the_page():
+    ((command, printed),) = SESSION.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert command in dict(SESSION.findall(PAGE))
+    assert printed in dict(SESSION.findall(PAGE))[command]
+
+
 def test_the_terminal_looks_as_the_page_shows_it(tmp_path):
     shown = dict(SESSION.findall(PAGE))
     (alone, watched) = shown
