@@ -36,7 +36,7 @@ class Located:
             operation, it is the line that called the module. None if it is not known.
         made_by: the operation that computed an ``"input"``, which is then not the batch itself. The
             operation ran unwatched, such as in another thread, and may have passed the Inf or NaN
-            on. None if no such operation is known.
+            on. Only files of earlier versions have it.
         smallest_divisor: the smallest magnitude of the divisor of a division in a forward pass;
             None if the operation is not a division, or overwrote its divisor.
         is_likely: whether this is a conclusion from which gradients were bad, and not yet seen. No
