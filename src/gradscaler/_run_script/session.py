@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import os
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -54,6 +55,8 @@ class Session:
         after_import("fastai.optimizer", self._see_fastai)
         after_init(GradScaler, self._see_scaler)
         before_termination(self.end)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=_leave_child_alone)
         self._end_first()
 
     def _end_first(self) -> None:
@@ -127,6 +130,12 @@ class Session:
         runs, self._runs = self._runs, {}
         for run in runs.values():
             _guarded(run.end)
+
+
+def _leave_child_alone() -> None:
+    """Let no warning say that a forked child cannot write to its parent's file: it need not."""
+    what = ".*was opened before this process was forked"
+    warnings.filterwarnings("ignore", what, RuntimeWarning)
 
 
 def _guarded(call: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ class WatchedRun:
 
     def __init__(self, scaler: Any, model: Any, path: Path, options: argparse.Namespace) -> None:
         self._path, self._may_stop = path, options.stop
-        self._is_over = False
+        self._is_over, self._process = False, os.getpid()
         model = one_model(model)
         self._monitor = Monitor(scaler, model, options.every, path, tell=self._tell)
         self._watch = StepWatch(options.watch, self._monitor, model) if options.watch else None
@@ -41,7 +42,7 @@ class WatchedRun:
 
     def _tell(self, finding: Finding) -> None:
         """Print a finding, and end the process there if that was asked for."""
-        if self._is_over:  # the verdict says it
+        if self._is_over or os.getpid() != self._process:  # the verdict says it, or the parent
             return
         say(finding.text)
         if self._may_stop and (self._monitor.bad_step is not None or finding.kind in _LOST):

@@ -93,3 +93,28 @@ def test_a_step_that_is_watched_names_its_operation(ended):
     assert f"gradscaler: step watched: forward of a function (float32), sqrt at {LINE}: " in found
     assert found.count("step watched") == 1
     assert "step watched" not in ended["raise"].said
+
+
+FORKS = """
+import os, torch
+model = torch.nn.Linear(64, 64, bias=False)  # no gradient is small
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(6):
+    child = os.fork() if step == 3 else None
+    optimizer.zero_grad()
+    inputs = torch.full((3, 64), float("nan") if child == 0 else 1.0)
+    model(inputs).square().mean().backward()
+    optimizer.step()
+    if child:
+        os.waitpid(child, 0)
+print("trained")
+"""
+
+
+def test_a_forked_child_trains_on_and_says_nothing(tmp_path):
+    (tmp_path / "forks.py").write_text(FORKS)
+    line = [sys.executable, "-W", "error", "-m", "gradscaler", "run", "forks.py"]
+    process = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (process.returncode, process.stdout) == (0, "trained\n" * 2), process.stderr
+    assert process.stderr.count("gradscaler: ") == 1
+    assert "after 6 steps: None of 6 steps" in process.stderr

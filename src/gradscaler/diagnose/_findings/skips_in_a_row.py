@@ -133,19 +133,24 @@ def of_forward_pass(evidence: Evidence, skipped: str) -> Finding | None:
         maker = f"Another module ({located.type})" if located.type else outside
     counts = (located.num_inf, "Inf"), (located.num_nan, "NaN")
     made = " and ".join(f"{count} {what}" for count, what in counts if count)
-    comma = "," if located.operation else ""
-    up_to = "" if math.isnan(located.largest_input) else f" up to {located.largest_input:g}"
-    inputs = f"finite inputs{up_to}"
-    if located.smallest_divisor is not None:
-        inputs += f", divided by {located.smallest_divisor:g}"
     return Finding(
         kind,
-        f"{maker} makes {made} in {located.dtype}{at_line(located)}{comma} from {inputs}, so "
-        f"{skipped}.",
+        f"{maker} makes {made} in {located.dtype}{at_line(located)}{_from(located)}, so {skipped}.",
         at_any_scale(of_forward(located), evidence),
         "the model" if module == "" else module,
         located.line,
     )
+
+
+def _from(located: Located) -> str:
+    """What an operation made an Inf or NaN from; it may have been given one that was not seen."""
+    comma = "," if located.operation else ""
+    if math.isnan(located.largest_input):
+        return ", or by an operation before it" if located.operation else ""
+    inputs = f"{comma} from finite inputs up to {located.largest_input:g}"
+    if located.smallest_divisor is not None:
+        inputs += f", divided by {located.smallest_divisor:g}"
+    return inputs
 
 
 def _of_input(evidence: Evidence, located: Located, skipped: str) -> Finding:

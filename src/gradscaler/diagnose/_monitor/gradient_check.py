@@ -104,7 +104,8 @@ def _joint_norms(gradients: list[Tensor]) -> Tensor:
         try:
             small = [each.flatten() for each in gradients if each.numel() <= _SMALL]
             large = [each for each in gradients if each.numel() > _SMALL]
-            return torch.stack(torch._foreach_norm([*large, *[torch.cat(small)] * bool(small)]))
+            joined = [torch.cat(small)] if small else []
+            return torch.stack(torch._foreach_norm([*large, *joined]))
         except (RuntimeError, TypeError, NotImplementedError):  # one is sparse, or split
             return torch.stack([_elements_of(gradient).norm() for gradient in gradients])
 
