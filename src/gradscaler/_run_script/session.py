@@ -73,6 +73,7 @@ class Session:
         if self._is_off or _held_by([optimizer]) <= self._known:
             return
         if not self._new:
+            self._end_runs()  # not in the backward pass, where a watch cannot be left
             self._lines.start()
             before_next_backward(self._begin_loop)
         self._new.add(optimizer)

@@ -40,8 +40,8 @@ def unzeroed(evidence: Evidence) -> Finding | None:
         "misuse",
         f"In {count} of {steps} steps, the backward pass added {added}{whose} that the step before "
         f"had used, so each step uses {so}, and an Inf or a NaN stays.",
-        f"Call zero_grad(){f' for {where}' if where else ''} after each step; with micro-batches, "
-        f"call {step} once, after the last one's backward pass.",
+        f"Call optimizer.zero_grad() after each step{f' (for {where})' if where else ''}; with "
+        f"micro-batches, call {step} once, after the last one's backward pass.",
         where,
         count=count,
     )

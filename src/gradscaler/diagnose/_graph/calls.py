@@ -130,8 +130,7 @@ class CallWatch:
         self._entered = self.mode, self._stances
         weakref.finalize(self, _leave, *self._entered).atexit = False  # self may be dropped early
         self.is_on = False
-        self.is_entered = False  # whether the mode was entered, and not left since
-        self._is_handling = False  # whether the mode handles a call
+        self.is_entered = False  # whether the mode was entered, and may not be left yet
         self._thread, self._process = threading.get_ident(), os.getpid()
 
     def start(self) -> None:
@@ -150,18 +149,16 @@ class CallWatch:
     def stop(self) -> None:
         """Stop watching.
 
-        While the mode handles a call, it cannot be left, and the next call of this method does.
-        In another thread, which has its own stack of modes, or below another mode, it does nothing
-        any more, until the next call of a module can leave it.
+        Where the mode cannot be left, it does nothing any more, until it can be: in another thread,
+        as each has its own stack of modes; while the mode handles a call; or below another mode.
         """
         was_on, self.is_on = self.is_on, False
         is_here = threading.get_ident() == self._thread
-        if is_here and self._is_handling:
-            return
-        if is_here and _is_innermost(self.mode):
-            _leave(*self._entered)
-        elif was_on:
+        if was_on and not (is_here and _is_innermost(self.mode)):
             _leave_on(self._thread, *self._entered)
+            return
+        if is_here:
+            _leave(*self._entered)
         self.is_entered = False
 
     def call(
@@ -170,7 +167,7 @@ class CallWatch:
         """Call a function, and see the call."""
         is_fork = os.getpid() != self._process  # a fork inherits the mode
         name = getattr(func, "__name__", "")
-        if is_fork or name.startswith(_UNSEEN) or not self.is_on or not self._asked():
+        if is_fork or name.startswith(_UNSEEN) or not self.is_on or not self._may_continue():
             return func(*args, **kwargs)
         call = None
         with suppress(Exception):
@@ -181,14 +178,6 @@ class CallWatch:
                 call.end(outputs)
                 self._see(call)
         return outputs
-
-    def _asked(self) -> bool:
-        """Whether to see a call. The answer may stop the watch."""
-        self._is_handling = True
-        try:
-            return self._may_continue()
-        finally:
-            self._is_handling = False
 
 
 def _leave_on(thread: int, mode: object, stances: list[object]) -> None:
