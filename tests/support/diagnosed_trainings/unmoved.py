@@ -76,7 +76,7 @@ def a_scaler_that_steps_the_wrong_optimizer(setting: Setting) -> None:
         for_d.update()
 
 
-@training("misuse", "discriminator", r"those of discriminator.*zero_grad\(\) for discriminator")
+@training("misuse", "discriminator", r"those of discriminator.*zero_grad\(\) .*for discriminator")
 def one_of_two_models_is_never_zeroed(setting: Setting) -> None:
     generator, discriminator = mlp(8, 16, 16), mlp(16, setting.pick(16, 32, 8), 1)
     of_g, of_d = adam(generator, 1e-3), adam(discriminator, 1e-3)

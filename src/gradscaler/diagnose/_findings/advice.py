@@ -177,7 +177,7 @@ def of_operation(located: Located) -> str | None:
         _POWER_OF_NEGATIVE: is_power and not has_inf,
         _POWER_OF_0: is_power and located.largest_input <= 1,
         f"{_POWER}: {_in_float32(located)}": is_power and not is_wide,
-        _CAST: operation == "to" or (operation == "copy" and located.largest_input > 0),
+        _CAST: operation == "to" or (operation == "copy" and located.largest_input > 0 and has_inf),
         _PRODUCT: operation == "mul" and located.num_nan > 0,
         _FACTOR: operation == "mul" and located.module is not None and not is_wide,
         _QUOTIENT: operation == "div" and (located.smallest_divisor or 0.0) >= _TINY,
