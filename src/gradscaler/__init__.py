@@ -3,7 +3,8 @@
 This package's top level imports no framework. It has the policies (rules for the next loss scale),
 the record of a step, and the errors. The scalers are in ``gradscaler.torch`` and its siblings, each
 of which is imported, with its framework, when it is first used; policies with NumPy, in the same
-way.
+way. ``AmaxScale``, ``AmaxState``, ``DynamicScale``, ``FixedScale``, ``Policy`` and ``ScaleState``
+are those of :mod:`gradscaler.policies`.
 """
 
 import inspect

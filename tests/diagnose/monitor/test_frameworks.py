@@ -272,6 +272,7 @@ def test_the_history_is_what_the_policy_says(driver, policy, forensics):
     assert [step.scale for step in history] == by_policy(policy, FINITE)
 
 
+@pytest.mark.filterwarnings("ignore::gradscaler.diagnose.FindingWarning")  # a scale of 8 is small
 def test_a_growth_that_the_largest_scale_forbids_is_not_a_skip():
     policy = DynamicScale(init_scale=8.0, growth_interval=1, max_scale=8.0)
     history = train(policy, [True, True, False, True, True, True], every=3, forensics=0).history
