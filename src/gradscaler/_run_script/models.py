@@ -96,7 +96,7 @@ def _named(models: list[Module]) -> dict[str, Module]:
         while name in named:
             name = f"{name}_"
         named[name] = model
-    return named
+    return dict(sorted(named.items()))  # the collector's order may change from run to run
 
 
 def _variables() -> Iterator[tuple[str, Any]]:
