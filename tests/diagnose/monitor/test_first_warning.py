@@ -40,6 +40,17 @@ def hidden_logarithm(outputs, is_bad):
     return torch.where(inputs > 0, inputs.log(), outputs).square().mean()
 
 
+def stepped(scaler, optimizer, loss):
+    """Take a step; return its warnings."""
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scaler.update()
+    return caught
+
+
 def warned_of(loss_of, bad, steps=60):
     """The steps with a warning, and the kind of the verdict."""
     model = torch.nn.Linear(4, 3)
@@ -47,13 +58,7 @@ def warned_of(loss_of, bad, steps=60):
     scaler, found = GradScaler(policy=FixedScale(1.0)), []
     with Monitor(scaler, model) as monitor:
         for step in range(1, steps + 1):
-            loss = loss_of(model(torch.randn(8, 4)), step in bad)
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                scaler.update()
+            caught = stepped(scaler, optimizer, loss_of(model(torch.randn(8, 4)), step in bad))
             found += [step] * any(issubclass(each.category, FindingWarning) for each in caught)
         return found, monitor.verdict.kind
 
@@ -108,12 +113,7 @@ def test_a_slope_of_inf_is_told_at_the_largest_scale_and_is_no_overflow(operatio
             with torch.autocast("cpu", torch.float16):
                 hidden = model[1](model[0](torch.randn(8, 4))) * torch.arange(8).sign()
                 loss = (model[2](slope(hidden.float())).float()).sum()
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                scaler.update()
+            caught = stepped(scaler, optimizer, loss)
             told.update((step, str(each.message)) for each in caught)
         assert monitor.verdict.kind == "nan"
     assert min(told) == 2
