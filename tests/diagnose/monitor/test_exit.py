@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gradscaler.diagnose import Monitor, read_run
 
@@ -155,6 +156,24 @@ def test_a_dropped_monitor_raises_no_warning_where_warnings_are_errors(monkeypat
         gc.collect()
     assert unraisable == []
     assert read_run(tmp_path / "run").verdict.kind == "data"
+
+
+def test_a_monitor_that_is_dropped_during_a_compilation_raises_nothing(monkeypatch, tmp_path):
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    weight = torch.ones(1, requires_grad=True)
+    optimizer, scaler = torch.optim.SGD([weight], lr=0.1), GradScaler()
+    Monitor(scaler, path=tmp_path / "run", every=50)
+    for _ in range(3):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum() * math.nan).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    with FakeTensorMode():  # in which PyTorch's compiler runs the user's code
+        del scaler, optimizer, weight
+        gc.collect()
+    assert unraisable == []
+    assert read_run(tmp_path / "run").num_steps == 3
 
 
 def train(path, losses):

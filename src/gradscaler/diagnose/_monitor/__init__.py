@@ -360,7 +360,9 @@ class Monitor:
             _open_monitors.discard(self)
 
     def __del__(self) -> None:
-        with suppress(Warning):  # may be an error, which nobody could catch here
+        # Nobody could catch an error here. Warnings may be errors; and where the garbage collector
+        # runs inside a compilation, PyTorch's operations raise.
+        with suppress(Exception):
             self._close_if_own()
 
     def _close_if_own(self) -> None:

@@ -405,13 +405,15 @@ class StepLog:
 
     def close(self) -> None:
         """Write what is left, close the files, and warn of the last findings."""
-        findings = self._look(is_last=True)
-        if not self.num_steps and self.counts.observed.calls:
-            self._write(self._calls())
-        self.add_sample()
-        writers, self._writers = self._writers, ()  # an interrupted call writes no more
-        for writer in writers or ():
-            writer.close()
+        try:
+            findings = self._look(is_last=True)
+        finally:
+            if not self.num_steps and self.counts.observed.calls:
+                self._write(self._calls())
+            self.add_sample()
+            writers, self._writers = self._writers, ()  # an interrupted call writes no more
+            for writer in writers or ():
+                writer.close()
         self._tell(findings)  # last, as warnings may be errors
 
     def _write(self, line: Line) -> None:

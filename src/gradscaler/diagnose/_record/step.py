@@ -39,7 +39,9 @@ class Step(NamedTuple):
         at most 1. If no step was applied yet, the scale may still be far too large.
         """
         found = self.nonfinite or ()
-        return bool(found) and (self.scale <= 1 or not any(each.num_inf for each in found))
+        if self.scale <= 1:
+            return self.skipped or bool(found)
+        return bool(found) and not any(each.num_inf for each in found)
 
 
 class Before(NamedTuple):
