@@ -21,10 +21,9 @@ def train(photographs, mode, seed=0, steps=3):
     return _training.train(mode, photographs, seed, steps, lambda loss: None)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.usefixtures("own_random_numbers_and_one_thread")
-def test_fp16_learns_nothing_and_with_gradscaler_as_much_as_fp32(photographs, seed):
-    fp32, fp16, scaled = (train(photographs, mode, seed, 250) for mode in _training.MODES)
+def test_fp16_learns_nothing_and_with_gradscaler_as_much_as_fp32(photographs):
+    fp32, fp16, scaled = (train(photographs, mode, steps=250) for mode in _training.MODES)
     assert fp32.explained > 0.7
     assert fp16.explained < fp32.explained - 0.2
     assert abs(scaled.explained - fp32.explained) < 0.015

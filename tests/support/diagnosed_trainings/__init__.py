@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from gradscaler.diagnose import Monitor
 from gradscaler.torch import GradScaler
 
-VARIANTS = 3
+VARIANTS = 2
 
 T = TypeVar("T")
 
 
 class Setting:
-    """Variant 0, 1 or 2 of a training: its numbers, and a monitor that writes a file."""
+    """Variant 0 or 1 of a training: its numbers, and a monitor that writes a file."""
 
     def __init__(self, variant: int, path: Path) -> None:
         self._variant = variant
@@ -34,7 +34,7 @@ class Setting:
         return options[self._variant % len(options)]
 
     def monitor(self, scaler: GradScaler, model: nn.Module | None, every: int = 0) -> Monitor:
-        every = every or self.pick(100, 40, 25)
+        every = every or self.pick(100, 40)
         self.watching = Monitor(scaler, model, every, self.path)
         return self.watching
 
