@@ -14,6 +14,10 @@ from tests.support.ranks import seed_frameworks
 
 ROOT = Path(__file__).parent.parent
 
+# A shell's background job ignores Ctrl-C, and so would the programs that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # A busy machine may take its time.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
