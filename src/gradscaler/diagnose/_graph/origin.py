@@ -58,25 +58,31 @@ def origin_of(node: Node, number: int, values: Values) -> Origin:
         edge = found
     if edge in values.entered:
         return Origin(*edge, is_given=True, made=values.entered[edge])
+    if (given := _bad_constant(*edge, values)) is not None:
+        return given
     if (suspect := _most_suspect(edge, values)) != edge:
         return origin_of(*suspect, values)
-    return _given_to(*edge, values) or Origin(*edge)
+    return Origin(*edge, is_given=_has_bad_summand(*edge, values))
 
 
-def _given_to(node: Node, number: int, values: Values) -> Origin | None:
-    """The origin if a node was given an Inf or NaN by a tensor that no node made."""
+def _bad_constant(node: Node, number: int, values: Values) -> Origin | None:
+    """The origin if a node keeps an Inf or NaN that no node made."""
     if is_custom(node):  # what it keeps may be its own
         return None
     for tensor in values.constants.get(node, {}).values():
         if read(tensor).state == "bad" and not _is_in_code(tensor):
             made = values.source_of(tensor)
             return Origin(node, number, tensor, is_given=True, made=made)
-    if operation_of(node) in _ADDS and reads_unknown(node) and node not in values.constants:
-        made, largest = values.tensor(node, number), largest_input(node, values)
-        is_nan = made is not None and bool(made.isnan().any())
-        if is_nan or not largest >= _edge(node, number):
-            return Origin(node, number, is_given=True)
     return None
+
+
+def _has_bad_summand(node: Node, number: int, values: Values) -> bool:
+    """Whether a sum is Inf or NaN by a number that no node made, and that the sum does not keep."""
+    if not (operation_of(node) in _ADDS and reads_unknown(node)) or node in values.constants:
+        return False
+    made, largest = values.tensor(node, number), largest_input(node, values)
+    is_nan = made is not None and bool(made.isnan().any())
+    return is_nan or not largest >= _edge(node, number)
 
 
 def _is_in_code(tensor: Tensor) -> bool:
@@ -99,8 +105,7 @@ def _bad_input(node: Node, values: Values) -> _Edge | None:
     states = [(edge, None if found is None else found.state) for edge, found in known]
     bad = [edge for edge, state in states if state == "bad"]
     masks = [edge for edge, state in states if state == "mask" and _is_guilty(node, edge, values)]
-    behind = [] if _RISKY.search(operation_of(node)) else _behind(node, values)
-    bad = bad or [edge for edge in behind if values.reading(*edge) is not None]
+    bad = bad or [edge for edge in _behind(node, values) if values.reading(*edge) is not None]
     return next(iter([*bad, *masks]), None)
 
 
