@@ -47,6 +47,10 @@ class HeldParameters:
         elif key not in self._stepped:
             self._idle[key] = self._idle.get(key, 0) + 1
 
+    def knows(self, optimizer: object) -> bool:
+        """Whether a step of an optimizer was noted."""
+        return id(optimizer) in self._held
+
     def has_moved(self) -> bool:
         """Whether PyTorch counted a change of the model since this was asked before."""
         parameters = () if self._model is None else self._model.parameters()
