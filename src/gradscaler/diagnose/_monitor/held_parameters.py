@@ -15,6 +15,7 @@ from gradscaler.diagnose._gradients.reading import Tensor, largest
 from gradscaler.diagnose._monitor.parameters import OptimizersParameters, groups_of
 from gradscaler.diagnose._record.lines import Optimizers
 
+_SETTINGS = "lr", "weight_decay", "momentum", "betas", "eps"
 _FEW_ELEMENTS = 16  # of a parameter; one that moves changes in these, too
 
 
@@ -119,6 +120,24 @@ def rates_of(optimizer: object) -> list[float]:
     """The learning rates of an optimizer's groups, as far as they are on the host."""
     rates = [group.get("lr") for group in groups_of(optimizer)]
     return [float(rate) for rate in rates if isinstance(rate, (int, float))]
+
+
+def bad_settings_of(optimizer: object) -> list[str]:
+    """An optimizer's settings that are NaN or Inf, such as ``"lr of group 0"``."""
+    return [
+        f"{name} of group {number}"
+        for number, group in enumerate(groups_of(optimizer))
+        for name in _SETTINGS
+        if not all(map(_is_finite, _numbers_in(group.get(name))))
+    ]
+
+
+def _numbers_in(value: object) -> tuple[object, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _is_finite(value: object) -> bool:
+    return not isinstance(value, (float, np.floating)) or math.isfinite(value)
 
 
 def is_made_to_move(optimizer: object) -> bool:
