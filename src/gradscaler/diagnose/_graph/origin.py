@@ -10,7 +10,7 @@ from typing import NamedTuple
 from gradscaler.diagnose._gradients.reading import Reading, Tensor, largest_of, read
 from gradscaler.diagnose._graph.call_site import Node, is_form, operation_of
 from gradscaler.diagnose._graph.masks import ADDS_UP, FILLS, TAKES_MASKS
-from gradscaler.diagnose._graph.nodes import is_custom, is_leaf, reads_unknown
+from gradscaler.diagnose._graph.nodes import is_custom, is_leaf, is_opaque, reads_unknown
 from gradscaler.diagnose._graph.values import Values
 from gradscaler.diagnose._record.located import Located
 
@@ -145,11 +145,14 @@ def _behind(node: Node, values: Values) -> list[_Edge]:
 def _most_suspect(edge: _Edge, values: Values) -> _Edge:
     """Of a node and the unknown results that it reads, the one that most likely made a bad number.
 
-    A sum of two is rarely Inf, but it is NaN if one of the two is, which no node may have made.
+    A node that hides many operations made it most likely. A sum of two is rarely Inf, but it is NaN
+    if one of the two is, which no node may have made.
     """
+    suspects = [each for each in _behind(edge[0], values) if not is_form(each[0])]
+    if hidden := [each for each in suspects if is_opaque(each[0])]:
+        return hidden[0]
     if _RISKY.search(operation_of(edge[0])):
         return edge
-    suspects = [each for each in _behind(edge[0], values) if not is_form(each[0])]
     return min([*suspects, edge], key=lambda e: (operation_of(e[0]) in _ADDS) != values.has_nan)
 
 

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from gradscaler.diagnose._gradients.arrays import local
-from gradscaler.diagnose._gradients.reading import Tensor, largest_finite, memory_of
+from gradscaler.diagnose._gradients.reading import Tensor, largest_finite, memory_of, rows_of
 from gradscaler.diagnose._graph.call_site import (
     Frame,
     Node,
@@ -88,9 +88,18 @@ class Places:
         """The place of an Inf or NaN that a tensor held before the operation at a site read it."""
         held, owned = local(tensor).detach(), self.owner_of(tensor) or _owner_elsewhere(tensor)
         if owned is None:
-            return located_at(site, "input", held, largest_finite([held]))
+            return located_at(site, "input", held, largest_finite([held]), rows=rows_of(held))
         place, name = owned
         return located_at(place._replace(line=site.line), "forward", held, math.nan, parameter=name)
+
+    def bad_buffer(self) -> Tensor | None:
+        """A buffer that holds NaN, other than statistics that the forward pass itself writes."""
+        for module in self._modules.values():
+            for name, buffer in module.named_buffers(recurse=False):
+                is_written = module.training and name.startswith("running_")
+                if not is_written and buffer.is_floating_point() and bool(buffer.isnan().any()):
+                    return buffer
+        return None
 
     def _site(self, name: str) -> Site:
         return Site(module=name, type=type(self._modules[name]).__name__)
