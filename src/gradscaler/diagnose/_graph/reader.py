@@ -26,7 +26,7 @@ from gradscaler.diagnose._graph.origin import (
 )
 from gradscaler.diagnose._graph.places import Places
 from gradscaler.diagnose._graph.site import Site, located_at
-from gradscaler.diagnose._graph.slopes import bad_in
+from gradscaler.diagnose._graph.slopes import bad_in, is_steep
 from gradscaler.diagnose._graph.sources import Sources
 from gradscaler.diagnose._graph.summands import summand_of
 from gradscaler.diagnose._graph.values import Values
@@ -138,6 +138,11 @@ class GraphReader:
         dtype = str(node._input_metadata[0].dtype).removeprefix("torch.")
         found = Located(site.module, "backward", site.type, dtype, 0, 0, 0, math.nan, math.nan)
         return replace(found, operation=site.operation, line=site.line, is_likely=True)
+
+    def only_steep(self, part: Sequence[Node]) -> Located | None:
+        """The place of the only operation in a part of the graph whose gradient can be bad."""
+        steep = [self.likely(node) for node in part if is_steep(node)]
+        return steep[0] if steep and all(each.is_at(steep[0]) for each in steep) else None
 
     def _summand_of(self, node: Node, loss: Node) -> str | None:
         """The summand of the loss that a node is part of, such as "2 of 3 (mean at train.py:5)"."""
