@@ -78,9 +78,9 @@ class GraphReader:
 
     def _as_batch(self, given: Tensor, node: Node) -> Tensor:
         """What a node was given, in the form that its result takes, which had been flattened."""
-        after = (n for n in self.nodes if n.next_functions[0][0] is node and is_form(n))
-        *shape, _ = next((n._input_metadata[0].shape for n in after), (0,))
-        is_same = given.ndim > 1 and math.prod(shape) == len(given)
+        after = (n for n in self.nodes if is_form(n) and n.next_functions[0][0] is node)
+        shape = next((tuple(each._input_metadata[0].shape)[:-1] for each in after), ())
+        is_same = given.ndim > 1 and len(shape) > 1 and math.prod(shape) == len(given)
         return given.reshape(*shape, -1) if is_same else given
 
     def _may_read_buffer(self, origin: Origin) -> bool:
