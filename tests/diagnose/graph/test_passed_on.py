@@ -98,3 +98,17 @@ def test_what_makes_nan_of_an_inf_is_not_named_before_what_made_the_inf(loss_of,
     found = located(loss_of(hidden()))
     assert found.operation == operation
     assert found.kind == ("forward" if operation == "exp" else "input")
+
+
+def test_a_mask_that_makes_each_row_nan_is_named_not_the_softmax():
+    h, mask = hidden(), torch.ones(8, 4)
+    mask[3:, 2] = 0
+    found = located(((h + (1 - mask) * -math.inf).softmax(1) @ torch.ones(4, 4)).sum())
+    assert (found.kind, found.operation) == ("input", "add")
+
+
+def test_a_mask_that_leaves_out_one_row_is_of_the_softmax():
+    mask = torch.zeros(8, 4)
+    mask[3] = -math.inf
+    found = located(((hidden() + mask).softmax(1) @ torch.ones(4, 4)).sum())
+    assert (found.kind, found.operation) == ("forward", "softmax")

@@ -26,8 +26,8 @@ EXPLAIN_ALL = (
 _STATISTICS = "running_mean", "running_var"  # buffers that forward passes write
 _KEPT = "kept from step to step (averaged weights, statistics, a queue)"
 _LOOK_AT = (
-    "look at the data and how they are prepared, such as a division by a deviation, a sum or a "
-    "count of 0, or the deviation of one element"
+    "look at the data and how they are prepared, such as 0 / 0 (a deviation, sum or count of 0, "
+    "the deviation of one element) or 0 * Inf (a mask)"
 )
 _NOT_RECORDED = (
     "Whether they overflow or are NaN at every scale is not known: give monitor.record() loss= and "

@@ -78,7 +78,7 @@ def _bad_constant(node: Node, number: int, values: Values) -> Origin | None:
 
 def _has_bad_summand(node: Node, number: int, values: Values) -> bool:
     """Whether a sum is Inf or NaN by a number that no node made, and that the sum does not keep."""
-    if not (operation_of(node) in _ADDS and reads_unknown(node)) or node in values.constants:
+    if not _adds_unknown(node) or node in values.constants:
         return False
     made, largest = values.tensor(node, number), largest_input(node, values)
     is_nan = made is not None and bool(made.isnan().any())
@@ -123,7 +123,7 @@ def _makes_no_mask(node: Node, edge: _Edge, values: Values) -> bool:
     operation = operation_of(maker.node) if maker.made is None else maker.made.operation or ""
     if TAKES_MASKS.search(operation_of(node)):
         return bool(ADDS_UP.search(operation))
-    return not FILLS.search(operation) and not (operation in _ADDS and reads_unknown(maker.node))
+    return not FILLS.search(operation) and not _adds_unknown(maker.node)
 
 
 def _behind(node: Node, values: Values) -> list[_Edge]:
@@ -151,9 +151,21 @@ def _most_suspect(edge: _Edge, values: Values) -> _Edge:
     suspects = [each for each in _behind(edge[0], values) if not is_form(each[0])]
     if hidden := [each for each in suspects if is_opaque(each[0])]:
         return hidden[0]
+    if _is_nan_in_all_rows(edge, values):  # a mask that is added
+        return next((each for each in suspects if _adds_unknown(each[0])), edge)
     if _RISKY.search(operation_of(edge[0])):
         return edge
     return min([*suspects, edge], key=lambda e: (operation_of(e[0]) in _ADDS) != values.has_nan)
+
+
+def _is_nan_in_all_rows(edge: _Edge, values: Values) -> bool:
+    """Whether a softmax gives NaN alone, as no mask leaves out each row."""
+    made = values.tensor(*edge) if TAKES_MASKS.search(operation_of(edge[0])) else None
+    return made is not None and made.ndim > 1 and len(made) > 1 and bool(made.isnan().all())
+
+
+def _adds_unknown(node: Node) -> bool:
+    return operation_of(node) in _ADDS and reads_unknown(node)
 
 
 def largest_input(node: Node, values: Values) -> float:
