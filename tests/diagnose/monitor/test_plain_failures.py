@@ -112,6 +112,14 @@ def a_node_without_neighbours(t):
     return mse_loss(t.outputs().float() * mean, t.target)  # neighbours
 
 
+@fails("loss|activations", r"by mul at {mask}", r"mask with where")
+def a_mask_that_multiplies_by_inf(t):
+    left_out = torch.zeros(32, 4)
+    left_out[:, 3] = t.step >= 10
+    bias = left_out * (-torch.inf if t.step >= 10 else -1.0)  # mask
+    return mse_loss((t.outputs().float() + bias).softmax(1), t.target)
+
+
 @fails("loss", r"by div at {unit}", r"[Cc]lamp the divisor")
 def a_unit_vector_of_zero_behind_a_mask(t):
     outputs = t.outputs().float()

@@ -60,6 +60,7 @@ class GraphWatch:
         self._is_over = False  # whether the present step has ended
         self._hides_lines = False  # whether the latest failure was in an operation that hides them
         self.located: Located | None = None
+        self._input: Located | None = None  # located in the step before
         self.gradients = GradientWatch()
         self._retaining = Budget(_LITTLE_CREDIT, _LITTLE)
         self._retained: RetainedGraph | None = None
@@ -136,7 +137,11 @@ class GraphWatch:
             self._budget.end()
 
     def _read(self, reader: GraphReader, loss: Tensor) -> None:
-        self.located = reader.forward(loss)
+        found = reader.forward(loss)
+        # After a bad step that was applied, the graph shows no more than weights of NaN.
+        is_of_weights = found is not None and None not in (found.parameter, found.module)
+        is_lost = is_of_weights and self._input is not None
+        self.located = self.ungraphed.seen.first_made or self._input if is_lost else found
 
     def line_of(self, loss: Tensor, node: Node) -> str | None:
         """The user's line of a node in the graph of a loss; None if it is unknown."""
@@ -175,6 +180,7 @@ class GraphWatch:
         self._is_known |= is_exact(found)  # from here on, reading a graph needs time
         self._is_told = has_failed and (self._is_told or is_exact(found))  # in this streak
         self.ungraphed.step_ended(step, self.located)
+        self._input = found if found is not None and found.kind == "input" else None
         self._trace(found)
         self.gradients.step_ended(is_hopeless, has_nan)
         self._step, self._is_over = step, True
