@@ -163,19 +163,14 @@ class _Arguments:
         if tensor is not None:
             return self._seen(tensor)
         self.are_known = False
-        made = self._node._input_metadata[0] if maker is None else _metadata(edge)
-        shape = () if maker is None else tuple(made.shape)
-        return torch.ones(shape, dtype=made.dtype, device=made.device)
+        if maker is None:
+            return torch.ones((), dtype=self._node._input_metadata[0].dtype)
+        made = maker._input_metadata[number]
+        return torch.ones(tuple(made.shape), dtype=made.dtype, device=made.device)
 
     def _seen(self, tensor: Tensor) -> Tensor:
         self.has_bad |= read(tensor).state == "bad"
         return _plain(tensor)
-
-
-def _metadata(edge: _Edge) -> Any:
-    """The shape and dtype of a node's result; of a leaf, which has none, its variable's."""
-    node, number = edge
-    return node.variable if is_leaf(node) else node._input_metadata[number]
 
 
 def _plain(tensor: Tensor) -> Tensor:

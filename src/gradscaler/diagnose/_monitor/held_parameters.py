@@ -33,7 +33,6 @@ class HeldParameters:
         self.names: dict[int, str] = {}  # of optimizers, by their modules
         self._stepped: set[int] = set()
         self._parts: dict[str, NDArray[Any]] = {}  # at the sample before
-        self._norms: dict[int, float] = {}  # of an optimizer's matrices, at its first sample
         self._version: int | None = None  # of the model's first trained parameter
 
     def note(self, optimizer: object, has_gradients: bool) -> None:
@@ -48,10 +47,6 @@ class HeldParameters:
         elif key not in self._stepped:
             self._idle[key] = self._idle.get(key, 0) + 1
 
-    def knows(self, optimizer: object) -> bool:
-        """Whether a step of an optimizer was noted."""
-        return id(optimizer) in self._held
-
     def has_moved(self) -> bool:
         """Whether PyTorch counted a change of the model since this was asked before."""
         parameters = () if self._model is None else self._model.parameters()
@@ -63,7 +58,8 @@ class HeldParameters:
         """What is known before a sampled step of an optimizer."""
         self._held[id(optimizer)] = {id(p) for p in self._parameters.named(optimizer).values()}
         idle = {self.names[key]: count for key, count in self._idle.items()}
-        rate, weights = max(rates_of(optimizer), default=None), self._weights_of(optimizer)
+        rate = max(rates_of(optimizer), default=None)
+        weights = self._parameters.growth_of_matrices(optimizer)
         return Optimizers(idle, self._outside(), rate, weights=weights)
 
     def holds_any(self, optimizer: object) -> bool:
@@ -72,16 +68,6 @@ class HeldParameters:
             return True
         own = {id(p) for p in self._model.parameters()}
         return not own.isdisjoint(self._held.get(id(optimizer), own))
-
-    def _weights_of(self, optimizer: object) -> tuple[float, float] | None:
-        """The norm of an optimizer's matrices at its first sample, and now.
-
-        Biases may stay large while a weight decay shrinks the rest.
-        """
-        now = self._parameters.norm_of_matrices(optimizer)
-        if not math.isfinite(now):
-            return None
-        return self._norms.setdefault(id(optimizer), now), now
 
     def _outside(self) -> tuple[str, ...]:
         """The parameters with a gradient that none holds, of modules that have not moved.
@@ -128,16 +114,14 @@ def bad_settings_of(optimizer: object) -> list[str]:
         f"{name} of group {number}"
         for number, group in enumerate(groups_of(optimizer))
         for name in _SETTINGS
-        if not all(map(_is_finite, _numbers_in(group.get(name))))
+        if _is_bad(group.get(name))
     ]
 
 
-def _numbers_in(value: object) -> tuple[object, ...]:
-    return value if isinstance(value, tuple) else (value,)
-
-
-def _is_finite(value: object) -> bool:
-    return not isinstance(value, (float, np.floating)) or math.isfinite(value)
+def _is_bad(value: object) -> bool:
+    if isinstance(value, tuple):
+        return any(map(_is_bad, value))
+    return isinstance(value, (float, np.floating)) and not math.isfinite(value)
 
 
 def is_made_to_move(optimizer: object) -> bool:

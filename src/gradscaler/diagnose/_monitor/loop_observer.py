@@ -119,7 +119,7 @@ class LoopObserver(EagerObserver):
 
     def _has_new(self, optimizer: object) -> bool:
         """Whether an optimizer that was not seen before holds what is not the model's."""
-        if self._held.knows(optimizer):
+        if id(optimizer) in self._held.names:
             return False
         self._loose |= {n: p for n, p in self._named(optimizer).items() if n not in self._trained}
         is_new = not self._loose.keys() <= self._trained.keys()
