@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -108,20 +108,14 @@ def rates_of(optimizer: object) -> list[float]:
     return [float(rate) for rate in rates if isinstance(rate, (int, float))]
 
 
-def bad_settings_of(optimizer: object) -> list[str]:
+def bad_settings_of(optimizer: object) -> Iterator[str]:
     """An optimizer's settings that are NaN or Inf, such as ``"lr of group 0"``."""
-    return [
-        f"{name} of group {number}"
-        for number, group in enumerate(groups_of(optimizer))
-        for name in _SETTINGS
-        if _is_bad(group.get(name))
-    ]
-
-
-def _is_bad(value: object) -> bool:
-    if isinstance(value, tuple):
-        return any(map(_is_bad, value))
-    return isinstance(value, (float, np.floating)) and not math.isfinite(value)
+    for number, group in enumerate(groups_of(optimizer)):
+        for name in _SETTINGS:
+            value = group.get(name)
+            for each in value if isinstance(value, tuple) else (value,):
+                if isinstance(each, (float, np.floating)) and not math.isfinite(each):
+                    yield f"{name} of group {number}"
 
 
 def is_made_to_move(optimizer: object) -> bool:

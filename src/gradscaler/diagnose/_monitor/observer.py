@@ -141,7 +141,8 @@ class EagerObserver(StepSource):
             if self._is_resumed(optimizer) and "resumed" not in iteration.calls:
                 iteration.calls.append("resumed")
         self._used.before_step(optimizer, iteration, self._held.names.get(id(optimizer), ""))
-        iteration.calls += (f"nonfinite {setting}" for setting in bad_settings_of(optimizer))
+        for setting in bad_settings_of(optimizer):
+            iteration.calls.append(f"nonfinite {setting}")
         rates = rates_of(optimizer)
         if any(rate < 0 for rate in rates):
             iteration.calls.append("uphill")
