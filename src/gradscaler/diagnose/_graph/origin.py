@@ -123,7 +123,7 @@ def _makes_no_mask(node: Node, edge: _Edge, values: Values) -> bool:
     operation = operation_of(maker.node) if maker.made is None else maker.made.operation or ""
     if TAKES_MASKS.search(operation_of(node)):
         return bool(ADDS_UP.search(operation))
-    return not FILLS.search(operation) and not _adds_unknown(maker.node)
+    return not FILLS.search(operation) and not (operation in _ADDS and reads_unknown(maker.node))
 
 
 def _behind(node: Node, values: Values) -> list[_Edge]:
