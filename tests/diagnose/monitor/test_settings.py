@@ -47,6 +47,7 @@ def test_it_is_named_in_the_step_that_uses_it(name, is_scaled):
     setting = next(iter(changed))
     assert (at, finding.kind) == (17, "divergence")
     assert f"The optimizer's {setting} of group 1 was NaN or Inf" in finding.cause
+    assert len({each.text for _, each in told}) == len(told)
     assert monitor.verdict.findings[0].cause.startswith(f"The optimizer's {setting} of group 1")
 
 
