@@ -97,8 +97,8 @@ def _what_wrote(evidence: Evidence) -> str:
     if evidence.skipped >= evidence.steps:  # no step was applied that could have written it
         return "optimizer.step() without the scaler, or weights that were not finite at first"
     return (
-        "a learning rate that is too large; code that writes it, such as a mean of no elements; or "
-        "numbers that were not finite from the start"
+        "too large a learning rate, code that writes it (a mean of no elements), or numbers that "
+        "are not finite from the start"
     )
 
 
