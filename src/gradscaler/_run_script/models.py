@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from inspect import CO_OPTIMIZED
 from types import FrameType, ModuleType
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch.nn import Module
+
+from gradscaler.diagnose._monitor.models import one_model
 
 # A module of these packages with one child and no parameter of its own wraps a model, unless its
 # class derives from a user's, as fully_shard makes it.
@@ -26,26 +28,46 @@ def models_of(optimizers: Iterable[torch.optim.Optimizer]) -> Module | dict[str,
 
     A model is a module in memory that is in no other module and holds one of their parameters. This
     looks at each object that Python's garbage collector knows, once, so it finds copies and loaded
-    models, too. If there is none, the tensors that are trained make one.
+    models, too. Tensors that are trained and in no module belong to the model.
     """
     trained = {
         id(p): p for each in optimizers for group in each.param_groups for p in group["params"]
     }
     found = [_inner(each) for each in _outermost() if _holds(each, trained)]
     models = list({id(each): each for each in found}.values())
-    return _named(models) if len(models) > 1 else next(iter(models), Tensors(trained.values()))
+    loose = trained.keys() - {id(p) for each in models for p in each.parameters()}
+    model = _named(models) if len(models) > 1 else next(iter(models), None)
+    if not loose and model is not None:
+        return model
+    return Tensors([trained[each] for each in trained if each in loose], one_model(model))
 
 
 class Tensors(Module):
-    """A model of tensors that are in no module, such as an image that is trained itself."""
+    """A model with tensors that are in no module, such as a temperature, or of these alone.
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+    They have the names of the user's variables, else numbers.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], model: Module | None = None) -> None:
         super().__init__()
-        self._tensors = tuple(tensors)
+        own = Module() if model is None else model
+        self._own = (own,)  # no child
+        self._tensors = _named(tensors, taken=dict(own.named_parameters()))
 
-    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
-        """Each tensor, by its number."""
-        yield from ((f"tensor_{number}", each) for number, each in enumerate(self._tensors))
+    training = property(lambda self: self._own[0].training, lambda self, value: None)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """Those of the model."""
+        yield from self._own[0].named_modules(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """Those of the model."""
+        yield from self._own[0].named_buffers(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """Those of the model, and the tensors."""
+        yield from self._own[0].named_parameters(*args, **kwargs)
+        yield from self._tensors.items()
 
 
 def _outermost() -> list[Module]:
@@ -81,21 +103,23 @@ def _is_wrapper(kind: type) -> bool:
     return is_own and kind.__module__.startswith(_WRAPPERS)
 
 
-def _named(models: list[Module]) -> dict[str, Module]:
-    """Models by the names of variables, else of their classes."""
+def _named(found: list[Any], taken: Collection[str] = ()) -> dict[str, Any]:
+    """Models or tensors by the names of variables, else of their classes, which are not taken."""
     names: dict[int, str] = {}
-    missing = {id(each) for each in models}
+    missing = {id(each) for each in found}
     for name, value in _variables():
-        if issubclass(type(value), Module) and id(inner := _inner(value)) in missing:
+        inner = _inner(value) if issubclass(type(value), Module) else value
+        if id(inner) in missing:
             names.setdefault(id(inner), re.sub(r"\W", "_", name))
         if len(names) == len(missing):
             break
-    named: dict[str, Module] = {}
-    for model in models:
-        name = names.get(id(model), type(model).__name__)
-        while name in named:
+    named: dict[str, Any] = {}
+    for number, each in enumerate(found):
+        is_tensor = isinstance(each, torch.Tensor)
+        name = names.get(id(each), f"tensor_{number}" if is_tensor else type(each).__name__)
+        while name in named or name in taken:
             name = f"{name}_"
-        named[name] = model
+        named[name] = each
     return dict(sorted(named.items()))  # the collector's order may change from run to run
 
 

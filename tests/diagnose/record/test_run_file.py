@@ -26,6 +26,7 @@ from tests.support.run_files import (
     start,
     text_of,
     verdict,
+    watched,
 )
 
 START = start(policy={"name": "FixedScale", "scale": 8.0}, time="2026-01-01T00:00Z")
@@ -371,6 +372,16 @@ def test_a_run_must_begin_with_its_start(path):
 def test_keys_of_a_later_version_are_left_out(path):
     path.write_text(f"{HEADER}\n{json.dumps({**SKIP_LINE, 'colour': 'red'})}\n")
     assert read_run(path).skips == run_of(SKIP_LINE).skips
+
+
+def test_a_place_from_an_earlier_version_is_read_with_what_is_known_today(path):
+    """An input of then named the operation that computed it, and no rows."""
+    place = {"module": None, "kind": "input", "type": "", "dtype": "float16", "operation": "mul"}
+    counts = {"num_inf": 0, "num_nan": 3, "size": 4, "largest_finite": 1.0, "largest_input": 1.0}
+    line = watched(7, {**place, **counts, "line": "t.py:3", "made_by": "div"})
+    path.write_text(f"{HEADER}\n{text_of(line)}")
+    (read,) = read_run(path).watched
+    assert (read.located.operation, read.located.line, read.located.rows) == ("mul", "t.py:3", None)
 
 
 JSON = st.recursive(

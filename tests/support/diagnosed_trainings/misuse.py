@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -290,6 +291,22 @@ def a_schedule_that_goes_below_0(setting: Setting) -> None:
         optimizer=optimizer, after=lambda step: schedule.step(),
         dtype=setting.pick(torch.float16, torch.bfloat16, None),
         scaler=GradScaler("cpu", policy=FixedScale(setting.pick(256.0, 1.0))))  # fmt: skip
+
+
+@training("divergence", None, "schedule that divides by 0")
+def a_schedule_of_a_phase_of_no_steps(setting: Setting) -> None:
+    """Its length is 0, so the first step after the warm-up is NaN."""
+    model = mlp(16, 32, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    phase = np.float64(0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: 1.0 if step < 30 else np.cos((step - 30) / phase)
+        )
+        fit(setting, model, lambda step: regression(model, torch.randn(32, 16)), 60,
+            optimizer=optimizer, after=lambda step: schedule.step(),
+            dtype=setting.pick(torch.float16, torch.bfloat16, None),
+            scaler=GradScaler("cpu", policy=FixedScale(setting.pick(256.0, 1.0))))  # fmt: skip
 
 
 @training("misuse", None, r"scaler\.step\(optimizer\) in place of optimizer\.step\(\)")

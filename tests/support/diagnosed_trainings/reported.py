@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, ctc_loss, logsigmoid, normalize, one_hot
+from torch.nn.functional import (
+    cross_entropy,
+    ctc_loss,
+    logsigmoid,
+    normalize,
+    one_hot,
+    smooth_l1_loss,
+)
 
 from gradscaler.torch import GradScaler
 from tests.support.diagnosed_trainings import Setting, fit, mlp, training
@@ -144,3 +151,38 @@ def a_guard_leaves_out_large_norms(setting: Setting) -> None:
         if norm < setting.pick(10.0, 20.0, 40.0):
             scaler.step(optimizer)
         scaler.update()
+
+
+@training("loss|activations", None, "exponential of more than 11")
+def a_temperature_that_grows(setting: Setting) -> None:
+    """It is in no module, and its exponential leaves float16 after some steps."""
+    image, text = nn.Linear(24, 16), nn.Linear(12, 16)
+    logit_scale = nn.Parameter(torch.tensor(setting.pick(5.0, 6.5, 8.0)))
+    parameters = [*image.parameters(), *text.parameters(), logit_scale]
+    model = nn.ModuleList([image, text])
+
+    def loss_of(step: int) -> Tensor:
+        z = torch.randn(8, 6)
+        a = normalize(image(torch.cat([z] * 4, 1)), dim=1)
+        b = normalize(text(torch.cat([z, -z], 1)), dim=1)
+        logits = (a @ b.T) * logit_scale.half().exp()
+        return cross_entropy(logits + 0.1, torch.arange(8))
+
+    fit(setting, model, loss_of, 120, optimizer=torch.optim.AdamW(parameters, lr=1e-2),
+        scaler=GradScaler("cpu", init_scale=1.0),
+        after=lambda step: logit_scale.data.add_(0.2))  # fmt: skip
+
+
+@training("data", None, r"rows? \d+[^.]* of \d+ of a tensor")
+def a_table_with_an_empty_cell(setting: Setting) -> None:
+    """Each epoch has a batch or two with the row of an empty cell."""
+    table = torch.randn(640, 9)
+    table[setting.pick(77, 500, 3), setting.pick(3, 0, 7)] = torch.nan
+    model = mlp(8, 32, 1)
+    rows = torch.cat([torch.randperm(640) for _ in range(6)]).split(32)
+
+    def loss_of(step: int) -> Tensor:
+        batch = table[rows[step - 1]]
+        return smooth_l1_loss(model(batch[:, :8]).float(), batch[:, 8:])
+
+    fit(setting, model, loss_of, 120)

@@ -23,13 +23,38 @@ def test_a_model_is_found_whole_by_an_optimizer_of_a_part_of_it():
     assert models_of([sgd(teacher)]) is teacher
 
 
+def named(model):
+    return dict(model.named_parameters())
+
+
 def test_tensors_in_no_module_make_a_model():
     image = torch.ones(2, requires_grad=True)
-    model = models_of([torch.optim.SGD([image], lr=0.1)])
-    assert [(name, each is image) for name, each in model.named_parameters()] == [
-        ("tensor_0", True)
-    ]
+    unnamed = [torch.ones(2, requires_grad=True)]
+    model = models_of([torch.optim.SGD([*unnamed, image], lr=0.1)])
+    assert named(model).keys() == {"image", "tensor_0"}
     assert next(model.parameters()) is image
+
+
+class Clip:
+    def __init__(self):
+        self.logit_scale = nn.Parameter(torch.ones(()))
+
+
+def test_tensors_beside_a_model_belong_to_it_under_their_variables_names():
+    net, clip, bias = nn.Linear(2, 2), Clip(), nn.Parameter(torch.ones(2))
+    groups = [{"params": net.parameters()}, {"params": [clip.logit_scale]}]
+    model = models_of([torch.optim.SGD(groups, lr=0.1), torch.optim.SGD([bias], lr=0.1)])
+    of_net = {"weight": net.weight, "bias": net.bias}
+    assert named(model) == {**of_net, "bias_": bias, "logit_scale": clip.logit_scale}
+    assert [module for _, module in model.named_modules()] == [net]
+    net.eval()
+    assert not model.training
+
+
+def test_several_models_keep_their_names_beside_tensors():
+    netG, netD, penalty = nn.Linear(2, 2), nn.Linear(2, 1), nn.Parameter(torch.ones(2))  # noqa: N806
+    model = models_of([sgd(netG), sgd(netD), torch.optim.SGD([penalty], lr=0.1)])
+    assert {"netG.weight", "netD.bias", "penalty"} < named(model).keys()
 
 
 def test_several_models_have_the_names_of_local_variables():

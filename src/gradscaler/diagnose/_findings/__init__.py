@@ -67,8 +67,8 @@ _OF_SCALERS: frozenset[_Detector] = frozenset(
         over_time.lowered,
     }
 )
-# Mistakes that a bad step does not explain; the first two may explain it.
-_CAUSES_OF_BAD_STEPS = optimizers.uphill, optimizers.unbounded
+# Mistakes that a bad step does not explain; these may explain it.
+_CAUSES_OF_BAD_STEPS = optimizers.nonfinite, optimizers.uphill, optimizers.unbounded
 _BESIDE_BAD_STEPS: tuple[_Detector, ...] = (
     optimizers.idle,
     optimizers.outside,
@@ -90,12 +90,14 @@ def judge(evidence: Evidence) -> Verdict:
 
 def _in_a_streak(evidence: Evidence) -> Iterator[Finding]:
     """Yield the findings for a long streak of skips: first its cause, then all others."""
-    yield from _found((optimizers.uphill, calls.unzeroed, calls.scaled_in_loss), evidence)
+    yield from _found((optimizers.nonfinite, optimizers.uphill), evidence)
+    yield from _found((calls.unzeroed, calls.scaled_in_loss), evidence)
     yield of_skips(evidence)
     yield from _found(_BESIDE_SKIPS, evidence)
 
 
 def _over_a_run(evidence: Evidence) -> Iterator[Finding]:
+    yield from _found((optimizers.nonfinite,), evidence)
     count = evidence.bad_and_applied + evidence.bad_and_skipped
     if evidence.parameter is not None and count:
         so = f"and the loss was NaN or Inf in {count} of {evidence.steps} steps"

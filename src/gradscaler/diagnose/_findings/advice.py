@@ -276,5 +276,6 @@ def at_line(found: Located | None, before: str = ", by") -> str:
 def seen_in(found: Located | None) -> str:
     """A clause that says where an Inf or NaN of the loss was first seen; empty if it is unknown."""
     if found is not None and found.kind == "input":
-        return at_line(found, ", from a tensor without a gradient, first read by")
+        of = f"{found.rows} of " if found.rows else ""
+        return at_line(found, f", from {of}a tensor without a gradient, first read by")
     return at_line(found, ", first seen in")

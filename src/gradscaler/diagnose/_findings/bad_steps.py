@@ -15,6 +15,7 @@ from gradscaler.diagnose._findings.skips_in_a_row import (
 )
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.lines import BadStep, Skip
+from gradscaler.diagnose._record.located import Located
 
 _GO_BACK = "Its weights are lost: go back to a checkpoint from before it."
 _IN_FLOAT16 = (
@@ -34,7 +35,9 @@ def applied(evidence: Evidence) -> Finding | None:
         return None
     skip = Skip(bad.step, 1.0, bad.loss, bad.nonfinite, bad.more)  # as if it had been skipped
     past = tuple(step for step in evidence.past if step.step < bad.step)
-    then = replace(evidence, skips=(skip,), located=bad.located, past=past, parameter=None)
+    then = replace(
+        evidence, skips=(skip,), located=_place(bad, evidence), past=past, parameter=None
+    )
     so = f"step {bad.step} was applied with gradients of Inf or NaN"
     finding = (
         bad_parameter(then, f"so {so}")
@@ -46,6 +49,14 @@ def applied(evidence: Evidence) -> Finding | None:
     back = "" if "checkpoint" in finding.action else f" {_GO_BACK}"
     action = f"{finding.action}{back}"
     return replace(finding, action=action, steps=(bad.step,), count=1, is_certain=True)
+
+
+def _place(bad: BadStep, evidence: Evidence) -> Located | None:
+    """The place of a bad step, or of what made the input that it names, found in a later step."""
+    found, later = bad.located, evidence.watched
+    is_input = found is not None and found.kind == "input"
+    is_made = later is not None and later.kind == "forward" and later.parameter is None
+    return later if is_input and is_made else found
 
 
 def _of_gradients(evidence: Evidence, bad: BadStep) -> Finding:

@@ -74,6 +74,25 @@ def _listed(names: tuple[str, ...]) -> str:
     return f"{len(names)} parameters ({names[0]} first)" if len(names) > 1 else names[0]
 
 
+_NONFINITE = "nonfinite "  # the calls' names begin so; the setting follows
+
+
+def nonfinite(evidence: Evidence) -> Finding | None:
+    """A learning rate, or another setting of an optimizer, that is NaN or Inf."""
+    found = {name: count for name, count in evidence.calls.items() if name.startswith(_NONFINITE)}
+    if not found:
+        return None
+    name, count = max(found.items(), key=lambda item: item[1])
+    setting, steps = name.removeprefix(_NONFINITE), f"{count} step{'s' * (count > 1)}"
+    return Finding(
+        "divergence",
+        f"The optimizer's {setting} was NaN or Inf in {steps} of {evidence.steps}, so these wrote "
+        "NaN or Inf into the parameters, or cannot move them.",
+        f"Look at what sets {setting.split()[0]}, such as a schedule that divides by 0 (a warm-up, "
+        "a cycle or a phase of 0 steps), and go back to a checkpoint from before.",
+    )
+
+
 def uphill(evidence: Evidence) -> Finding | None:
     """A learning rate that is negative."""
     count = evidence.calls.get("uphill", 0)

@@ -29,10 +29,8 @@ _CURED = "floor", "nan"  # verdicts that a lower scale proved wrong
 _MOST_SKIPPED = 0.01
 _OUTLIER = 10.0  # times the usual loss
 _IN_INPUTS = "look in these batches for NaN or Inf in inputs and labels"
-_WITHOUT_GRADIENT = (
-    "and at what computes targets, masks or weights without a gradient (std of one element, 0/0, "
-    "summed masks)"
-)
+_IN_ROWS = "look for NaN or Inf in such rows"
+_WITHOUT_GRADIENT = "and at what computes targets, masks or weights (0 / 0, std of one element)"
 _IN_LOSSES = "an empty mask, a fully masked row, or a sum that overflows"
 _LEAVE_OUT = (
     "look at these batches for outliers in inputs and labels, and leave out, clip or normalise "
@@ -65,7 +63,7 @@ def data(evidence: Evidence) -> Finding | None:
         of_them = "each" if count == evidence.skipped else f"{count} of them"
         losses, action = f"{of_them} with a loss of {bad[-1].loss:g}", f"{_IN_INPUTS}, {_IN_LOSSES}"
         if found is not None and found.kind == "input":
-            action = f"{_IN_INPUTS}, {_WITHOUT_GRADIENT}"
+            action = f"{_IN_ROWS if found.rows else _IN_INPUTS}, {_WITHOUT_GRADIENT}"
     else:
         losses, action = _losses_of(skips, evidence)
         now = "" if evidence.scale is None else f"; the loss scale is {evidence.scale:g} now"

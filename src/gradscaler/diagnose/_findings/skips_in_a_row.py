@@ -11,6 +11,7 @@ from gradscaler.diagnose._findings.advice import (
     of_backward,
     of_forward,
     of_gradient,
+    seen_in,
 )
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.losses import diverged
@@ -24,7 +25,10 @@ EXPLAIN_ALL = (
 )
 _STATISTICS = "running_mean", "running_var"  # buffers that forward passes write
 _KEPT = "kept from step to step (averaged weights, statistics, a queue)"
-_LOOK_AT = "look at the data and how they are prepared, such as a division by a deviation of 0"
+_LOOK_AT = (
+    "look at the data and how they are prepared, such as 0 / 0 (a deviation, sum or count of 0, "
+    "the deviation of one element) or 0 * Inf (a mask)"
+)
 _NOT_RECORDED = (
     "Whether they overflow or are NaN at every scale is not known: give monitor.record() loss= and "
     "gradients=, and in JAX replay="
@@ -66,9 +70,11 @@ def bad_parameter(evidence: Evidence, so: str) -> Finding | None:
         )
     elif parameter.endswith(_STATISTICS):
         undone = ": no skip undoes that" if evidence.has_scaler else ""
+        watched = evidence.watched
+        read = seen_in(watched) if watched is not None and watched.kind == "input" else ""
         action = at_any_scale(
             "reset it or go back to an earlier checkpoint, and look for the batch whose forward "
-            f"pass wrote Inf or NaN into it{undone}",
+            f"pass wrote Inf or NaN into it{read}{undone}",
             evidence,
         )
     else:
@@ -85,14 +91,14 @@ def _what_wrote(evidence: Evidence) -> str:
     """What may have written an Inf or NaN into a parameter."""
     if not evidence.has_scaler:
         return (
-            "numbers that were not finite from the start, as of a checkpoint; code that writes "
-            "weights; or a learning rate that is too large"
+            "numbers that were not finite from the start, as of a checkpoint; code that writes it, "
+            "such as a mean of no elements; or a learning rate that is too large"
         )
     if evidence.skipped >= evidence.steps:  # no step was applied that could have written it
         return "optimizer.step() without the scaler, or weights that were not finite at first"
     return (
-        "a learning rate that is too large, weights changed without the scaler, or numbers that "
-        "were not finite from the start"
+        "too large a learning rate, code that writes it (a mean of no elements), or numbers that "
+        "are not finite from the start"
     )
 
 
@@ -162,9 +168,6 @@ def _of_input(evidence: Evidence, located: Located, skipped: str) -> Finding:
             "if it is a parameter, go back to an earlier checkpoint; if it is the batch, look at "
             "the data and how they are prepared"
         )
-    elif located.made_by is not None:
-        what = f"A tensor that {located.made_by} computed outside of the model holds"
-        action = "call locate() with the module that computes it"
     elif not evidence.has_scaler:
         kind, action = "data", f"{_LOOK_AT}; if it is {_KEPT}, reset it"
     elif evidence.steps > evidence.skipped:  # good batches came before
@@ -172,10 +175,11 @@ def _of_input(evidence: Evidence, located: Located, skipped: str) -> Finding:
     else:
         kind, what = "data", "The batch itself holds"
         action = _LOOK_AT
+    rows = f" in {located.rows}" if located.rows else ""
     seen = at_line(located, ", first seen in")
     return Finding(
         kind,
-        f"{what} Inf or NaN before the forward pass{seen}, so {skipped}.",
+        f"{what} Inf or NaN{rows} before the forward pass{seen}, so {skipped}.",
         at_any_scale(action, evidence),
         line=located.line,
     )

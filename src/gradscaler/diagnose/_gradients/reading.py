@@ -23,6 +23,8 @@ from gradscaler.outcome import NonfiniteGradient
 
 Tensor = Any
 
+_MOST_ROWS = 3  # that are listed
+
 
 def inspect(gradients: object) -> tuple[NonfiniteGradient, ...]:
     """The gradients that hold an Inf or a NaN, in the order given.
@@ -123,6 +125,23 @@ def largest_finite(tensors: Iterable[Tensor]) -> float:
     """The largest finite magnitude in tensors; 0 if there is none."""
     values = (to_numpy(tensor) for tensor in tensors if tensor is not None)
     return largest_of(float(np.abs(v[np.isfinite(v)]).max(initial=0.0)) for v in values)
+
+
+def rows_of(tensor: Tensor) -> str | None:
+    """The rows of a tensor that hold an Inf or a NaN, if they are few, such as "row 3 of 32".
+
+    The rows of a view are those of the tensor that it shows in another form, such as a batch.
+    """
+    base = tensor if tensor._base is None else tensor._base
+    values = to_numpy(base if base.numel() == tensor.numel() else tensor)
+    if values.ndim == 0:
+        return None
+    bad = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(axis=1)).tolist()
+    if not 0 < 2 * len(bad) <= len(values):
+        return None
+    more = f" and {len(bad) - _MOST_ROWS} more" if len(bad) > _MOST_ROWS else ""
+    listed = ", ".join(map(str, bad[:_MOST_ROWS]))
+    return f"row{'s' * (len(bad) > 1)} {listed}{more} of {len(values)}"
 
 
 def memory_of(tensor: Tensor) -> int:

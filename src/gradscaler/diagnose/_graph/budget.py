@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from time import perf_counter as clock
 
 SHARE = 0.05  # of the training time, for all watches of a kind together
@@ -11,37 +9,16 @@ WATCHED = 20  # mean step times that a watch of the modules must be able to take
 LOOKED_AT = 2  # the same, if their outputs are only looked at
 
 
-class Allowance:
-    """Lets brief looks at a training take a small share of its time.
-
-    Args:
-        share: the share.
-        credit: seconds that may be used beyond that share, as the first look takes longer.
-    """
-
-    def __init__(self, share: float, credit: float) -> None:
-        self._share, self._left = share, credit
-        self._latest = clock()
-
-    @contextmanager
-    def look(self) -> Iterator[bool]:
-        """Time the block, and give whether there is time for it."""
-        began = clock()
-        self._left += self._share * (began - self._latest)
-        self._latest = began
-        yield self._left > 0
-        self._left -= clock() - began
-
-
 class Budget:
     """Limits the time of all watches to a share of the training time.
 
     Args:
         credit: seconds that may be used beyond that share.
+        share: the share.
     """
 
-    def __init__(self, credit: float = 0.0) -> None:
-        self._credit = credit
+    def __init__(self, credit: float = 0.0, share: float = SHARE) -> None:
+        self._credit, self._share = credit, share
         self._first: tuple[int, float] | None = None  # the first step, and when it ended
         self._began: float | None = None  # the start of the running watch
         self._may_take = 0.0  # seconds for the running watch
@@ -68,7 +45,7 @@ class Budget:
             return self._credit or None
         first, began = self._first
         total = clock() - began
-        left = SHARE * total + self._credit - self._spent
+        left = self._share * total + self._credit - self._spent
         expected = factor * total / max(step - first, 1)
         if factor != LOOKED_AT:
             expected = max(expected, self._longest)

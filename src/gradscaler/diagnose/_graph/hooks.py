@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, Protocol
 
 
@@ -15,17 +15,17 @@ class Handle(Protocol):
         """Remove the hook."""
 
 
-def weakly(method: Callable[..., object]) -> Callable[..., Any]:
-    """A function that calls a method, suppresses its errors, and does not keep its object alive.
+def weakly(method: Callable[..., object], may_raise: bool = False) -> Callable[..., Any]:
+    """A function that calls a method, and does not keep its object alive.
 
     Python's garbage collector cannot see into PyTorch's graph, so a hook there that holds the
-    object would keep it alive for ever.
+    object would keep it alive for ever. Errors are suppressed, unless it ``may_raise`` them.
     """
     own = weakref.WeakMethod(method)
 
     def call(*args: object) -> Any:
         bound = own()
-        with suppress(Exception):
+        with nullcontext() if may_raise else suppress(Exception):
             return None if bound is None else bound(*args)
 
     return call

@@ -53,6 +53,11 @@ def is_custom(node: Node) -> bool:
     return not node.name()[-1:].isdigit()
 
 
+def is_opaque(node: Node) -> bool:
+    """Whether a node hides a graph of its own, as compiled code does."""
+    return bool(node.name().startswith(OPAQUE))
+
+
 def reads_unknown(node: Node) -> bool:
     """Whether a node reads something that no node made, such as the batch, or a number."""
     return any(before is None for before, _ in node.next_functions)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from gradscaler.diagnose._gradients.reading import Reading, Tensor, largest_of, read
 from gradscaler.diagnose._graph.call_site import Node, is_form, operation_of
 from gradscaler.diagnose._graph.masks import ADDS_UP, FILLS, TAKES_MASKS
-from gradscaler.diagnose._graph.nodes import is_custom, is_leaf, reads_unknown
+from gradscaler.diagnose._graph.nodes import is_custom, is_leaf, is_opaque, reads_unknown
 from gradscaler.diagnose._graph.values import Values
 from gradscaler.diagnose._record.located import Located
 
@@ -58,25 +58,31 @@ def origin_of(node: Node, number: int, values: Values) -> Origin:
         edge = found
     if edge in values.entered:
         return Origin(*edge, is_given=True, made=values.entered[edge])
+    if (given := _bad_constant(*edge, values)) is not None:
+        return given
     if (suspect := _most_suspect(edge, values)) != edge:
         return origin_of(*suspect, values)
-    return _given_to(*edge, values) or Origin(*edge)
+    return Origin(*edge, is_given=_has_bad_summand(*edge, values))
 
 
-def _given_to(node: Node, number: int, values: Values) -> Origin | None:
-    """The origin if a node was given an Inf or NaN by a tensor that no node made."""
+def _bad_constant(node: Node, number: int, values: Values) -> Origin | None:
+    """The origin if a node keeps an Inf or NaN that no node made."""
     if is_custom(node):  # what it keeps may be its own
         return None
     for tensor in values.constants.get(node, {}).values():
         if read(tensor).state == "bad" and not _is_in_code(tensor):
             made = values.source_of(tensor)
             return Origin(node, number, tensor, is_given=True, made=made)
-    if operation_of(node) in _ADDS and reads_unknown(node) and node not in values.constants:
-        made, largest = values.tensor(node, number), largest_input(node, values)
-        is_nan = made is not None and bool(made.isnan().any())
-        if is_nan or not largest >= _edge(node, number):
-            return Origin(node, number, is_given=True)
     return None
+
+
+def _has_bad_summand(node: Node, number: int, values: Values) -> bool:
+    """Whether a sum is Inf or NaN by a number that no node made, and that the sum does not keep."""
+    if not _adds_unknown(node) or node in values.constants:
+        return False
+    made, largest = values.tensor(node, number), largest_input(node, values)
+    is_nan = made is not None and bool(made.isnan().any())
+    return is_nan or not largest >= _edge(node, number)
 
 
 def _is_in_code(tensor: Tensor) -> bool:
@@ -99,8 +105,7 @@ def _bad_input(node: Node, values: Values) -> _Edge | None:
     states = [(edge, None if found is None else found.state) for edge, found in known]
     bad = [edge for edge, state in states if state == "bad"]
     masks = [edge for edge, state in states if state == "mask" and _is_guilty(node, edge, values)]
-    behind = [] if _RISKY.search(operation_of(node)) else _behind(node, values)
-    bad = bad or [edge for edge in behind if values.reading(*edge) is not None]
+    bad = bad or [edge for edge in _behind(node, values) if values.reading(*edge) is not None]
     return next(iter([*bad, *masks]), None)
 
 
@@ -140,12 +145,27 @@ def _behind(node: Node, values: Values) -> list[_Edge]:
 def _most_suspect(edge: _Edge, values: Values) -> _Edge:
     """Of a node and the unknown results that it reads, the one that most likely made a bad number.
 
-    A sum of two is rarely Inf, but it is NaN if one of the two is, which no node may have made.
+    A node that hides many operations made it most likely. A sum of two is rarely Inf, but it is NaN
+    if one of the two is, which no node may have made.
     """
+    suspects = [each for each in _behind(edge[0], values) if not is_form(each[0])]
+    if hidden := [each for each in suspects if is_opaque(each[0])]:
+        return hidden[0]
+    if _is_nan_in_all_rows(edge, values):  # a mask that is added
+        return next((each for each in suspects if _adds_unknown(each[0])), edge)
     if _RISKY.search(operation_of(edge[0])):
         return edge
-    suspects = [each for each in _behind(edge[0], values) if not is_form(each[0])]
     return min([*suspects, edge], key=lambda e: (operation_of(e[0]) in _ADDS) != values.has_nan)
+
+
+def _is_nan_in_all_rows(edge: _Edge, values: Values) -> bool:
+    """Whether a softmax gives NaN alone, as no mask leaves out each row."""
+    made = values.tensor(*edge) if TAKES_MASKS.search(operation_of(edge[0])) else None
+    return made is not None and made.ndim > 1 and len(made) > 1 and bool(made.isnan().all())
+
+
+def _adds_unknown(node: Node) -> bool:
+    return operation_of(node) in _ADDS and reads_unknown(node)
 
 
 def largest_input(node: Node, values: Values) -> float:

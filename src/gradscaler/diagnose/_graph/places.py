@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from gradscaler.diagnose._gradients.arrays import local
-from gradscaler.diagnose._gradients.reading import Tensor, largest_finite, memory_of
+from gradscaler.diagnose._gradients.reading import Tensor, largest_finite, memory_of, rows_of
 from gradscaler.diagnose._graph.call_site import (
     Frame,
     Node,
@@ -43,6 +43,8 @@ class Places:
         for name, module in self._modules.items():
             for key, tensor in _own_tensors(module):
                 self._owners |= {id(tensor): (name, key), memory_of(tensor): (name, key)}
+        named = () if model is None else model.named_parameters()
+        self._loose = {id(p): ("", name) for name, p in named if id(p) not in self._owners}
 
     @property
     def modules(self) -> list[Module]:
@@ -53,8 +55,11 @@ class Places:
 
     def owner_of(self, tensor: Tensor) -> tuple[Site, str] | None:
         """The site of the module that owns a parameter or a buffer, and its own name there."""
-        found = self._owners.get(id(tensor)) or self._owners.get(memory_of(tensor))
+        found = self._owned(tensor) or self._loose.get(id(tensor))
         return None if found is None else (self._site(found[0]), found[1])
+
+    def _owned(self, tensor: Tensor) -> tuple[str, str] | None:
+        return self._owners.get(id(tensor)) or self._owners.get(memory_of(tensor))
 
     def site_of(self, node: Node, nodes: Sequence[Node], line: Line) -> Site:
         """The call site of a node's operation, among the nodes of its graph in order."""
@@ -83,9 +88,18 @@ class Places:
         """The place of an Inf or NaN that a tensor held before the operation at a site read it."""
         held, owned = local(tensor).detach(), self.owner_of(tensor) or _owner_elsewhere(tensor)
         if owned is None:
-            return located_at(site, "input", held, largest_finite([held]))
+            return located_at(site, "input", held, largest_finite([held]), rows=rows_of(held))
         place, name = owned
         return located_at(place._replace(line=site.line), "forward", held, math.nan, parameter=name)
+
+    def bad_buffer(self) -> Tensor | None:
+        """A buffer that holds NaN, other than statistics that the forward pass itself writes."""
+        for module in self._modules.values():
+            for name, buffer in module.named_buffers(recurse=False):
+                is_written = module.training and name.startswith("running_")
+                if not is_written and buffer.is_floating_point() and bool(buffer.isnan().any()):
+                    return buffer
+        return None
 
     def _site(self, name: str) -> Site:
         return Site(module=name, type=type(self._modules[name]).__name__)
@@ -94,8 +108,8 @@ class Places:
         """The names of the modules whose parameters a node reads."""
         for before, _ in node.next_functions:
             source = source_of(before)
-            if source is not None and is_leaf(source) and (own := self.owner_of(source.variable)):
-                yield str(own[0].module)
+            if source is not None and is_leaf(source) and (own := self._owned(source.variable)):
+                yield own[0]
 
     def _called(self, node: Node, nodes: Sequence[Node], frames: Sequence[Frame]) -> str | None:
         """The module without parameters that called an operation; None if it was outside of all.

@@ -9,13 +9,24 @@ from typing import Any
 
 from gradscaler.diagnose._gradients.arrays import local
 from gradscaler.diagnose._gradients.reading import Tensor, largest_finite, read
-from gradscaler.diagnose._graph.call_site import Node, is_own, operation_of, source_of
+from gradscaler.diagnose._graph.call_site import Node, is_form, is_own, operation_of, source_of
 from gradscaler.diagnose._graph.lines import Line, Tracebacks
-from gradscaler.diagnose._graph.nodes import has_packed, is_custom, reads_unknown
-from gradscaler.diagnose._graph.origin import largest_input, origin_of, smallest_divisor
+from gradscaler.diagnose._graph.nodes import (
+    has_packed,
+    is_custom,
+    is_leaf,
+    is_opaque,
+    reads_unknown,
+)
+from gradscaler.diagnose._graph.origin import (
+    Origin,
+    largest_input,
+    origin_of,
+    smallest_divisor,
+)
 from gradscaler.diagnose._graph.places import Places
 from gradscaler.diagnose._graph.site import Site, located_at
-from gradscaler.diagnose._graph.slopes import bad_in
+from gradscaler.diagnose._graph.slopes import bad_in, is_steep
 from gradscaler.diagnose._graph.sources import Sources
 from gradscaler.diagnose._graph.summands import summand_of
 from gradscaler.diagnose._graph.values import Values
@@ -50,8 +61,10 @@ class GraphReader:
         site = self._site_of(origin.node)
         made = values.tensor(origin.node, origin.number)
         made = local(loss if made is None else made)
-        if origin.is_given:
+        buffer = self._places.bad_buffer() if self._may_read_buffer(origin) else None
+        if origin.is_given or buffer is not None:
             given = made if origin.given is None else origin.given
+            given = self._as_batch(given, origin.node) if buffer is None else buffer
             found = origin.made or self._places.given_to(given, site)
             return replace(found, summand=self._summand_of(origin.node, loss.grad_fn))
         divisor = smallest_divisor(origin.node, values)
@@ -62,6 +75,25 @@ class GraphReader:
         known: Any = {"smallest_divisor": divisor, "is_likely": is_likely, "summand": summand}
         known["way"] = way_to(origin.node, origin.number, values)
         return located_at(site, "forward", made, largest, **known)
+
+    def _as_batch(self, given: Tensor, node: Node) -> Tensor:
+        """What a node was given, in the form that its result takes, which had been flattened."""
+        after = (n for n in self.nodes if is_form(n) and n.next_functions[0][0] is node)
+        shape = next((tuple(each._input_metadata[0].shape)[:-1] for each in after), ())
+        is_same = given.ndim > 1 and len(shape) > 1 and math.prod(shape) == len(given)
+        return given.reshape(*shape, -1) if is_same else given
+
+    def _may_read_buffer(self, origin: Origin) -> bool:
+        """Whether an Inf or NaN may come from a buffer, directly or by a tensor made of it.
+
+        A batch is read first, by a node that reads nothing else but parameters.
+        """
+        if not origin.is_given:
+            return is_opaque(origin.node)
+        is_own = origin.given is not None and self._places.owner_of(origin.given) is not None
+        makers = [source_of(before) for before, _ in origin.node.next_functions]
+        reads_made = any(maker is not None and not is_leaf(maker) for maker in makers)
+        return origin.made is None and not is_own and reads_made
 
     def _values(self, result: Tensor) -> Values:
         return Values(self.nodes, bool(local(result).detach().isnan().any()), self._sources)
@@ -106,6 +138,11 @@ class GraphReader:
         dtype = str(node._input_metadata[0].dtype).removeprefix("torch.")
         found = Located(site.module, "backward", site.type, dtype, 0, 0, 0, math.nan, math.nan)
         return replace(found, operation=site.operation, line=site.line, is_likely=True)
+
+    def only_steep(self, part: Sequence[Node]) -> Located | None:
+        """The place of the only operation in a part of the graph whose gradient can be bad."""
+        steep = [self.likely(node) for node in part if is_steep(node)]
+        return steep[0] if steep and all(each.is_at(steep[0]) for each in steep) else None
 
     def _summand_of(self, node: Node, loss: Node) -> str | None:
         """The summand of the loss that a node is part of, such as "2 of 3 (mean at train.py:5)"."""

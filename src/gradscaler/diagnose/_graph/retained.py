@@ -12,7 +12,7 @@ from gradscaler.diagnose._gradients.reading import Tensor, count_nonfinite, read
 from gradscaler.diagnose._graph.call_site import Node, differentiated
 from gradscaler.diagnose._graph.nodes import kept
 from gradscaler.diagnose._graph.reader import GraphReader
-from gradscaler.diagnose._graph.slopes import is_at_pole, is_steep, part_of
+from gradscaler.diagnose._graph.slopes import is_at_pole, part_of
 from gradscaler.diagnose._record.located import Located
 
 # Operations whose gradient can be Inf or NaN though the loss is finite: their slope is Inf at some
@@ -57,8 +57,7 @@ class RetainedGraph:
         for node in reversed(part):  # the first of the backward pass
             if node in self._kept and is_at_pole(node, self._kept[node]):
                 return _seen(reader.likely(node), None)
-        steep = [reader.likely(node) for node in part if is_steep(node)]
-        return steep[0] if steep and all(each.is_at(steep[0]) for each in steep) else None
+        return reader.only_steep(part)
 
 
 def _seen(likely: Located, tensor: Tensor | None) -> Located:

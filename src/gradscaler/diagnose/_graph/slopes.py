@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 
 from gradscaler.diagnose._gradients.reading import Tensor, read
 from gradscaler.diagnose._graph.call_site import Node, operation_of
@@ -23,8 +24,9 @@ _NO_SLOPE = re.compile("svd|eig|(^|_)qr")  # where singular values or eigenvalue
 def part_of(nodes: Sequence[Node], bad: Collection[int], good: Collection[int]) -> list[Node]:
     """The nodes in which the gradients of some parameters can have become bad.
 
-    Their gradients reach parameters whose gradient is bad, and none whose gradient is finite. If no
-    node is so, it is the nodes whose gradients reach a bad one, or else all nodes.
+    Their gradients reach parameters whose gradient is bad, and none whose gradient is finite; or
+    they give one of several gradients to such a node, or to a bad parameter. If no node is so, it
+    is the nodes whose gradients reach a bad one, or else all nodes.
 
     Args:
         nodes: the nodes of a graph in the order of the forward pass.
@@ -34,13 +36,15 @@ def part_of(nodes: Sequence[Node], bad: Collection[int], good: Collection[int]) 
     reached: dict[Node, tuple[bool, bool]] = {}
     for node in nodes:
         below = [each for each, _ in node.next_functions if each is not None]
-        leaves = [id(each.variable) for each in below if is_leaf(each)]
+        leaves = {each: id(each.variable) for each in below if is_leaf(each)}
+        reached |= {each: (leaf in bad, leaf in good) for each, leaf in leaves.items()}
         inner = [reached.get(each, (False, False)) for each in below]
-        reached[node] = (
-            any(leaf in bad for leaf in leaves) or any(is_bad for is_bad, _ in inner),
-            any(leaf in good for leaf in leaves) or any(is_good for _, is_good in inner),
-        )
-    only_bad = [node for node in nodes if reached[node] == (True, False)]
+        reached[node] = any(is_bad for is_bad, _ in inner), any(is_good for _, is_good in inner)
+    only_bad = [
+        node
+        for node in nodes
+        if any(reached.get(below) == (True, False) for below, _ in node.next_functions)
+    ]
     return only_bad or [node for node in nodes if reached[node][0]] or list(nodes)
 
 
@@ -64,15 +68,22 @@ def is_at_pole(node: Node, tensors: Mapping[str, Tensor] | None = None) -> bool:
     ``tensors`` are those that it has kept, if they may be freed by now.
     """
     name, poles = _poles_of(node)
-    found = None
-    if name:
-        found = (kept(node, may_unpack=True) if tensors is None else tensors).get(name)
-    return found is not None and any(bool((found == pole).any()) for pole in poles)
+    if not name:
+        return False
+    known = kept(node, may_unpack=True) if tensors is None else tensors
+    found, exponent = known.get(name), known.get("exponent")
+    if found is None:
+        return False
+    if exponent is not None:  # the slope in an exponent that is learned is NaN below 0
+        is_learned = node.next_functions[1][0] is not None
+        return bool(((found == 0) & (exponent < 1) | (found < 0) & is_learned).any())
+    return any(bool((found == pole).any()) for pole in poles)
 
 
 def _poles_of(node: Node) -> tuple[str, tuple[float, ...]]:
-    operation = operation_of(node)
-    exponent = getattr(node, "_saved_exponent", None)
+    operation, exponent = operation_of(node), None
+    with suppress(RuntimeError):  # a tensor, and freed
+        exponent = getattr(node, "_saved_exponent", None)
     if isinstance(exponent, (int, float)) and exponent >= 1:
         return "", ()
     return next((found for names, found in _POLES.items() if re.match(names, operation)), ("", ()))

@@ -52,6 +52,12 @@ class Sources:
         found = self._sources.get(memory_of(tensor))
         return None if found is None else found[1]
 
+    @property
+    def first_made(self) -> Located | None:
+        """The first Inf or NaN that a call made from finite numbers; None if there is none."""
+        made = (each for _, each in self._sources.values() if each.kind == "forward")
+        return next((each for each in made if each.parameter is None), None)
+
     def _see_graphed(self, call: Call) -> None:
         """Note the nodes that made, or were given, an Inf or NaN that was made before them."""
         for tensor in call.inputs:

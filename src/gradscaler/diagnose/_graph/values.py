@@ -83,7 +83,11 @@ class Values:
 
 
 def _again(node: Node, number: int, values: Values) -> Tensor | None:
-    """A node's result, computed again by the operation whose arguments are all known."""
+    """A node's result, computed again by its operation from the arguments that are known.
+
+    Ones stand for those that are not, if a known one is Inf or NaN: the result then shows whether
+    the operation passes that on.
+    """
     import torch
 
     made = node._input_metadata[number]
@@ -96,41 +100,77 @@ def _again(node: Node, number: int, values: Values) -> Tensor | None:
             call = getattr(packet, overload)
             if call._schema.is_mutable:  # it would overwrite what a later backward pass needs
                 continue
-            arguments = _arguments(call._schema.arguments, node, own, values, dtype)
-            if arguments is None:
+            arguments = _Arguments(node, own, values)
+            given = arguments.of(call._schema.arguments, dtype)
+            if given is None or not (arguments.are_known or arguments.has_bad):
                 continue
             with suppress(Exception), torch.no_grad(), torch.autocast(device, enabled=False):
-                results = call(**arguments)
+                results = call(**given)
                 result = results[number] if isinstance(results, (tuple, list)) else results
                 if result.dtype == dtype and tuple(result.shape) == shape:
                     return result
     return None
 
 
-def _arguments(
-    schema: Any, node: Node, own: dict[str, Tensor], values: Values, dtype: object
-) -> dict[str, Any] | None:
-    """The arguments of an operation from what its node keeps; None if one is not known."""
-    found: dict[str, Any] = {}
-    edges = node.next_functions
-    tensors = [each.name for each in schema if "Tensor" in str(each.type)]
-    for each in schema:
-        saved = getattr(node, f"_saved_{each.name}", None) if each.name not in own else None
-        if each.name in own:
-            found[each.name] = _plain(own[each.name])
-        elif saved is not None:
-            found[each.name] = _signed(saved)
-        elif each.name in tensors and len(tensors) == len(edges):
-            maker, number = edges[tensors.index(each.name)]
-            tensor = None if maker is None else values.tensor(maker, number)
-            if tensor is None and not str(each.type).startswith("Optional"):
+class _Arguments:
+    """The arguments of an operation, from what its node keeps and the nodes before it made.
+
+    Attributes:
+        are_known: whether nothing stands for a number that is not known.
+        has_bad: whether a known tensor among them holds an Inf or a NaN.
+    """
+
+    def __init__(self, node: Node, own: dict[str, Tensor], values: Values) -> None:
+        self._node, self._own, self._values = node, own, values
+        self.are_known, self.has_bad = True, False
+
+    def of(self, schema: Any, dtype: object) -> dict[str, Any] | None:
+        """The arguments by name; None if there is nothing to give for one."""
+        found: dict[str, Any] = {}
+        edges = self._edges(schema)
+        for each in schema:
+            saved = getattr(self._node, f"_saved_{each.name}", None)
+            if each.name in self._own:
+                found[each.name] = self._seen(self._own[each.name])
+            elif saved is not None:
+                found[each.name] = _signed(saved)
+            elif str(each.type) == "List[Tensor]":
+                found[each.name] = [self._tensor(edge) for edge in self._node.next_functions]
+            elif each.name in edges:
+                is_left_out = edges[each.name][0] is None and str(each.type).startswith("Optional")
+                found[each.name] = None if is_left_out else self._tensor(edges[each.name])
+            elif each.name == "dtype":
+                found["dtype"] = dtype
+            elif str(each.type) == "number" and not each.has_default_value():
+                found[each.name], self.are_known = 1, False
+            elif not each.has_default_value() and not str(each.type).startswith("Optional"):
                 return None
-            found[each.name] = None if tensor is None else _plain(tensor)
-        elif each.name == "dtype":
-            found["dtype"] = dtype
-        elif not each.has_default_value() and not str(each.type).startswith("Optional"):
-            return None
-    return found
+        return found
+
+    def _edges(self, schema: Any) -> dict[str, _Edge]:
+        """The edges of a node by its operation's tensors; a mask or an index has none."""
+        edges = self._node.next_functions
+        tensors = [each.name for each in schema if "Tensor" in str(each.type)]
+        if len(tensors) != len(edges):
+            tensors = [name for name in tensors if not hasattr(self._node, f"_saved_{name}")]
+        return dict(zip(tensors, edges, strict=True)) if len(tensors) == len(edges) else {}
+
+    def _tensor(self, edge: _Edge) -> Tensor:
+        import torch
+
+        maker, number = edge
+        tensor = None if maker is None else self._values.tensor(maker, number)
+        if tensor is not None:
+            return self._seen(tensor)
+        self.are_known = False
+        if maker is None:
+            return torch.ones((), dtype=self._node._input_metadata[0].dtype)
+        made = maker._input_metadata[number]
+        return torch.ones(tuple(made.shape), dtype=made.dtype, device=made.device)
+
+    def _seen(self, tensor: Tensor) -> Tensor:
+        self.has_bad |= read(tensor).state == "bad"
+        return _plain(tensor)
 
 
 def _plain(tensor: Tensor) -> Tensor:

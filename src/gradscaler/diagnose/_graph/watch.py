@@ -10,7 +10,7 @@ from functools import partial
 
 from gradscaler.diagnose._gradients.arrays import local
 from gradscaler.diagnose._gradients.reading import Tensor, read
-from gradscaler.diagnose._graph.budget import Allowance, Budget
+from gradscaler.diagnose._graph.budget import Budget
 from gradscaler.diagnose._graph.call_site import Node
 from gradscaler.diagnose._graph.hooks import Handle, remove_all, weakly
 from gradscaler.diagnose._graph.lines import Tracebacks
@@ -18,7 +18,7 @@ from gradscaler.diagnose._graph.nodes import OPAQUE, in_order, is_custom
 from gradscaler.diagnose._graph.places import Module, Places
 from gradscaler.diagnose._graph.reader import GraphReader
 from gradscaler.diagnose._graph.retained import RetainedGraph
-from gradscaler.diagnose._graph.slopes import bad_in, is_at_pole, is_steep, part_of, suspects_in
+from gradscaler.diagnose._graph.slopes import bad_in, is_at_pole, part_of, suspects_in
 from gradscaler.diagnose._graph.ungraphed_watch import UngraphedWatch, is_exact
 from gradscaler.diagnose._record.located import Located
 
@@ -60,8 +60,9 @@ class GraphWatch:
         self._is_over = False  # whether the present step has ended
         self._hides_lines = False  # whether the latest failure was in an operation that hides them
         self.located: Located | None = None
+        self._input: Located | None = None  # located in the step before
         self.gradients = GradientWatch()
-        self._retaining = Allowance(_LITTLE, _LITTLE_CREDIT)
+        self._retaining = Budget(_LITTLE_CREDIT, _LITTLE)
         self._retained: RetainedGraph | None = None
         self.ungraphed = UngraphedWatch(model, sees_operations)
 
@@ -87,8 +88,11 @@ class GraphWatch:
 
     def retain(self, loss: Tensor) -> None:
         """Hold what the graph of a finite loss keeps until :meth:`of_backward`, if time is left."""
-        with self._retaining.look() as has_time:
-            self._retained = RetainedGraph(in_order(loss)) if has_time else None
+        self.release()
+        if (seconds := self._retaining.left(self._step)) is not None:
+            self._retaining.begin(seconds)
+            self._retained = RetainedGraph(in_order(loss))
+            self._retaining.end()
 
     def release(self) -> None:
         """Hold nothing more."""
@@ -133,7 +137,11 @@ class GraphWatch:
             self._budget.end()
 
     def _read(self, reader: GraphReader, loss: Tensor) -> None:
-        self.located = reader.forward(loss)
+        found = reader.forward(loss)
+        # After a bad step that was applied, the graph shows no more than weights of NaN.
+        is_of_weights = found is not None and None not in (found.parameter, found.module)
+        is_lost = is_of_weights and self._input is not None
+        self.located = self.ungraphed.seen.first_made or self._input if is_lost else found
 
     def line_of(self, loss: Tensor, node: Node) -> str | None:
         """The user's line of a node in the graph of a loss; None if it is unknown."""
@@ -164,13 +172,15 @@ class GraphWatch:
         """
         if step == self._step:  # an interrupted call was repeated
             return
-        self._budget.step_ended(step)
+        for budget in (self._budget, self._retaining):
+            budget.step_ended(step)
         found = self.located or self.gradients.located
         self._hides_lines = found is not None and (found.operation or "").startswith(OPAQUE)
         self._has_failed |= has_failed or is_hopeless
         self._is_known |= is_exact(found)  # from here on, reading a graph needs time
         self._is_told = has_failed and (self._is_told or is_exact(found))  # in this streak
         self.ungraphed.step_ended(step, self.located)
+        self._input = found if found is not None and found.kind == "input" else None
         self._trace(found)
         self.gradients.step_ended(is_hopeless, has_nan)
         self._step, self._is_over = step, True
@@ -226,10 +236,7 @@ class GradientWatch:
     def watch(self, reader: GraphReader, _: Tensor) -> None:
         """Watch the next backward pass through a graph."""
         part = part_of(reader.nodes, self._bad, self._good)
-        steep = [reader.likely(node) for node in part if is_steep(node)]
-        if steep and all(each.is_at(steep[0]) for each in steep):
-            self.likely = steep[0]
-        self._reader = reader
+        self.likely, self._reader = reader.only_steep(part), reader
         # A second derivative reaches other parameters too, through what it does not pass.
         suspects = list(suspects_in(part)) or suspects_in(part_of(reader.nodes, self._bad, ()))
         for node in suspects:

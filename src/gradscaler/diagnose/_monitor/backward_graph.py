@@ -13,7 +13,7 @@ from gradscaler.diagnose._findings.gradient_values import CHECKPOINT, CUT, ENDED
 from gradscaler.diagnose._gradients.reading import Tensor, largest, largest_of
 from gradscaler.diagnose._graph.call_site import Node, differentiated
 from gradscaler.diagnose._graph.hooks import Handle, remove_all, weakly
-from gradscaler.diagnose._graph.nodes import MOST_NODES, OPAQUE, nodes_from
+from gradscaler.diagnose._graph.nodes import MOST_NODES, is_opaque, nodes_from
 from gradscaler.diagnose._monitor.failure_watch import FailureWatch
 
 _CHECKPOINT = "torch.utils.checkpoint"
@@ -32,7 +32,7 @@ def listen(loss: object, dtypes: set[str]) -> None:
     """
     for number, node in enumerate(nodes_from([getattr(loss, "grad_fn", None)])):
         name = node.name()
-        if number == MOST_NODES or name.startswith(OPAQUE):
+        if number == MOST_NODES or is_opaque(node):
             dtypes.add("unknown")
         if number == MOST_NODES:
             return

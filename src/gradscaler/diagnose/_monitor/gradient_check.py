@@ -31,8 +31,8 @@ class GradientCheck:
             if (gradient := parameter.grad) is not None:
                 of_device.setdefault(gradient.device, {})[name] = gradient
         for device, gradients in of_device.items():
-            norms_of = _joint_norms if device.type == "cpu" else _largest_of_each
-            self._groups.append((list(gradients), HostCopy(norms_of(list(gradients.values())))))
+            order = 2.0 if device.type == "cpu" else math.inf
+            self._groups.append((list(gradients), HostCopy(_norms([*gradients.values()], order))))
 
     @property
     def is_on_host(self) -> bool:
@@ -90,31 +90,23 @@ def total_norm(parameters: Iterable[Tensor]) -> float:
     for parameter in parameters:
         if parameter.grad is not None:
             of_device.setdefault(parameter.grad.device, []).append(parameter.grad)
-    return math.hypot(*(n for each in of_device.values() for n in _joint_norms(each).tolist()))
+    return math.hypot(*(n for each in of_device.values() for n in _norms(each, 2.0).tolist()))
 
 
 def _is_bad(norm: float) -> bool:
     return not math.isfinite(norm)
 
 
-def _joint_norms(gradients: list[Tensor]) -> Tensor:
-    """The 2-norms of the large gradients, and that of all small ones together."""
+def _norms(gradients: list[Tensor], order: float) -> Tensor:
+    """The norms of gradients of an order; small ones share a 2-norm."""
     torch: Any = sys.modules["torch"]
     with torch.no_grad():
         try:
-            small = [each.flatten() for each in gradients if each.numel() <= _SMALL]
-            large = [each for each in gradients if each.numel() > _SMALL]
+            most = _SMALL if order == 2 else -1  # elements of one that is joined
+            small = [each.flatten() for each in gradients if each.numel() <= most]
+            large = [each for each in gradients if each.numel() > most]
             joined = [torch.cat(small)] if small else []
-            return torch.stack(torch._foreach_norm([*large, *joined]))
-        except (RuntimeError, TypeError, NotImplementedError):  # one is sparse, or split
-            return torch.stack([_elements_of(gradient).norm() for gradient in gradients])
-
-
-def _largest_of_each(gradients: list[Tensor]) -> Tensor:
-    torch: Any = sys.modules["torch"]
-    with torch.no_grad():
-        try:
-            return torch.stack(torch._foreach_norm(gradients, math.inf))
+            return torch.stack(torch._foreach_norm([*large, *joined], order))
         except (RuntimeError, TypeError, NotImplementedError):  # one is sparse, split or empty
             return torch.stack([_elements_of(gradient).norm() for gradient in gradients])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from gradscaler.diagnose._gradients.reading import Tensor, largest
 from gradscaler.diagnose._monitor.parameters import OptimizersParameters, groups_of
 from gradscaler.diagnose._record.lines import Optimizers
 
+_SETTINGS = "lr", "weight_decay", "momentum", "betas", "eps"
 _FEW_ELEMENTS = 16  # of a parameter; one that moves changes in these, too
 
 
@@ -32,7 +33,6 @@ class HeldParameters:
         self.names: dict[int, str] = {}  # of optimizers, by their modules
         self._stepped: set[int] = set()
         self._parts: dict[str, NDArray[Any]] = {}  # at the sample before
-        self._norms: dict[int, float] = {}  # of an optimizer's matrices, at its first sample
         self._version: int | None = None  # of the model's first trained parameter
 
     def note(self, optimizer: object, has_gradients: bool) -> None:
@@ -58,7 +58,8 @@ class HeldParameters:
         """What is known before a sampled step of an optimizer."""
         self._held[id(optimizer)] = {id(p) for p in self._parameters.named(optimizer).values()}
         idle = {self.names[key]: count for key, count in self._idle.items()}
-        rate, weights = max(rates_of(optimizer), default=None), self._weights_of(optimizer)
+        rate = max(rates_of(optimizer), default=None)
+        weights = self._parameters.growth_of_matrices(optimizer)
         return Optimizers(idle, self._outside(), rate, weights=weights)
 
     def holds_any(self, optimizer: object) -> bool:
@@ -67,16 +68,6 @@ class HeldParameters:
             return True
         own = {id(p) for p in self._model.parameters()}
         return not own.isdisjoint(self._held.get(id(optimizer), own))
-
-    def _weights_of(self, optimizer: object) -> tuple[float, float] | None:
-        """The norm of an optimizer's matrices at its first sample, and now.
-
-        Biases may stay large while a weight decay shrinks the rest.
-        """
-        now = self._parameters.norm_of_matrices(optimizer)
-        if not math.isfinite(now):
-            return None
-        return self._norms.setdefault(id(optimizer), now), now
 
     def _outside(self) -> tuple[str, ...]:
         """The parameters with a gradient that none holds, of modules that have not moved.
@@ -115,6 +106,16 @@ def rates_of(optimizer: object) -> list[float]:
     """The learning rates of an optimizer's groups, as far as they are on the host."""
     rates = [group.get("lr") for group in groups_of(optimizer)]
     return [float(rate) for rate in rates if isinstance(rate, (int, float))]
+
+
+def bad_settings_of(optimizer: object) -> Iterator[str]:
+    """An optimizer's settings that are NaN or Inf, such as ``"lr of group 0"``."""
+    for number, group in enumerate(groups_of(optimizer)):
+        for name in _SETTINGS:
+            value = group.get(name)
+            for each in value if isinstance(value, tuple) else (value,):
+                if isinstance(each, (float, np.floating)) and not math.isfinite(each):
+                    yield f"{name} of group {number}"
 
 
 def is_made_to_move(optimizer: object) -> bool:

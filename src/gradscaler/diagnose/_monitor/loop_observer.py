@@ -49,6 +49,7 @@ class LoopObserver(EagerObserver):
         """Note the loop's present state."""
         super().__post_init__()
         self._trained: dict[str, Tensor] = {}
+        self._loose: dict[str, Tensor] = {}  # in an optimizer, and not the model's
         self._failure: Failure | None = None  # in this iteration
         self._reported: Failure | None = None  # in the present streak of bad steps
         self._root: Node = None  # of the latest loss
@@ -76,7 +77,7 @@ class LoopObserver(EagerObserver):
 
     def _check(self, iteration: Iteration) -> None:
         if iteration.is_sampled or not self._trained:
-            self._trained = dict(self.model.named_parameters())
+            self._trained = {**dict(self.model.named_parameters()), **self._loose}
         check, self._is_checked = GradientCheck(self._trained), True
         loss = iteration.losses[-1] if iteration.losses else None
         if not check.is_on_host:
@@ -111,9 +112,19 @@ class LoopObserver(EagerObserver):
     @closes_if_asked
     def stepping(self, optimizer: object, scale: object, /) -> None:
         """Check the gradients if no backward pass was seen to make them."""
+        is_new = self._has_new(optimizer)
         super().stepping(optimizer, None)
-        if not self._is_checked:
+        if is_new or not self._is_checked:
             self._check(self._iterations.latest)
+
+    def _has_new(self, optimizer: object) -> bool:
+        """Whether an optimizer that was not seen before holds what is not the model's."""
+        if id(optimizer) in self._held.names:
+            return False
+        self._loose |= {n: p for n, p in self._named(optimizer).items() if n not in self._trained}
+        is_new = not self._loose.keys() <= self._trained.keys()
+        self._trained |= self._loose
+        return is_new
 
     def outcome_of(self, optimizer: object) -> StepOutcome:
         """The outcome of a step that is done."""

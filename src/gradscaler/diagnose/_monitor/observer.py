@@ -19,7 +19,12 @@ from gradscaler.diagnose._locate.locate import is_locating
 from gradscaler.diagnose._monitor.backward_graph import CutOff, listen
 from gradscaler.diagnose._monitor.failure_watch import FailureWatch
 from gradscaler.diagnose._monitor.gradient_sample import measure
-from gradscaler.diagnose._monitor.held_parameters import HeldParameters, is_made_to_move, rates_of
+from gradscaler.diagnose._monitor.held_parameters import (
+    HeldParameters,
+    bad_settings_of,
+    is_made_to_move,
+    rates_of,
+)
 from gradscaler.diagnose._monitor.iterations import Iteration, Iterations
 from gradscaler.diagnose._monitor.parameters import OptimizersParameters, has_stepped
 from gradscaler.diagnose._monitor.step_log import StepSource, StuckError
@@ -136,6 +141,8 @@ class EagerObserver(StepSource):
             if self._is_resumed(optimizer) and "resumed" not in iteration.calls:
                 iteration.calls.append("resumed")
         self._used.before_step(optimizer, iteration, self._held.names.get(id(optimizer), ""))
+        for setting in bad_settings_of(optimizer):
+            iteration.calls.append(f"nonfinite {setting}")
         rates = rates_of(optimizer)
         if any(rate < 0 for rate in rates):
             iteration.calls.append("uphill")

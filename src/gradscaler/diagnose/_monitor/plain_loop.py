@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from gradscaler.diagnose._gradients.reading import Tensor
-from gradscaler.diagnose._graph.hooks import Handle, remove_all
+from gradscaler.diagnose._graph.hooks import Handle, remove_all, weakly
 from gradscaler.diagnose._monitor import backward_calls
 from gradscaler.diagnose._monitor.gradient_check import total_norm
 from gradscaler.diagnose._monitor.parameters import groups_of
@@ -83,8 +83,12 @@ class PlainLoop:
         )
 
         self._observer = observer
-        self._handles.append(register_optimizer_step_pre_hook(_weakly(self._before_step)))
-        self._handles.append(register_optimizer_step_post_hook(_weakly(self._after_step)))
+        self._handles.append(
+            register_optimizer_step_pre_hook(weakly(self._before_step, may_raise=True))
+        )
+        self._handles.append(
+            register_optimizer_step_post_hook(weakly(self._after_step, may_raise=True))
+        )
         backward_calls.listen(self)
 
     def remove_observer(self, observer: BackwardObserver) -> None:
@@ -150,15 +154,3 @@ class PlainLoop:
             held = (p for group in groups_of(optimizer) for p in group["params"])
             self._is_own[optimizer] = any(id(parameter) in own for parameter in held)
         return self._is_own[optimizer]
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A function that calls a method, and does not keep its object alive."""
-    own = weakref.WeakMethod(method)
-
-    def call(*args: object) -> None:
-        bound = own()
-        if bound is not None:
-            bound(*args)
-
-    return call

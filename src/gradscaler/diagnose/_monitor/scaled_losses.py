@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from gradscaler.diagnose._gradients.arrays import dtype_name
 from gradscaler.diagnose._gradients.reading import Tensor, largest
 from gradscaler.diagnose._graph.call_site import Node, differentiated
-from gradscaler.diagnose._graph.nodes import MOST_NODES, OPAQUE, nodes_from
+from gradscaler.diagnose._graph.nodes import MOST_NODES, is_opaque, nodes_from
 
 # Losses that are never negative for targets and inputs as they should be.
 _NEVER_NEGATIVE = "binary_cross_entropy", "binary_cross_entropy_with_logits", "nll_loss"
@@ -36,7 +36,7 @@ class ScaledLosses:
     def add(self, loss: Tensor, line_of: Callable[[Tensor, Node], str | None]) -> None:
         """Add a loss that is scaled, before its backward pass; waits for the device."""
         for number, node in enumerate(nodes_from([loss.grad_fn])):
-            hidden = node.name().startswith(OPAQUE) or hasattr(type(node), "saved_tensors")
+            hidden = is_opaque(node) or hasattr(type(node), "saved_tensors")
             if number == MOST_NODES or hidden:  # a Function of the user's may hide a backward pass
                 self.is_whole = False
                 return

@@ -116,6 +116,7 @@ class StepLog:
         self._stuck_after = stuck_after
         self._judge = judge
         self._tell_user = _warn if tell is None else tell
+        self._told = set[str]()  # texts
         self.counts = Counts(step, sampled=step)
         self._written_at = monotonic()  # the time of the last sample
         self._watched = step  # the last step that add_watched was called for
@@ -202,7 +203,7 @@ class StepLog:
             return
         self.counts = self.counts._replace(evidence=before.evidence.after(line))
         self._write(line)
-        findings = self._judge(self).findings[:1]
+        findings = [each for each in self._judge(self).findings if each.text not in self._told][:1]
         self._filter.note(findings[0])
         if self._on_stuck != "continue":
             self._tell(findings)
@@ -295,6 +296,7 @@ class StepLog:
 
     def _tell(self, findings: Sequence[Finding]) -> None:
         for finding in findings:
+            self._told.add(finding.text)
             self._tell_user(finding)
 
     def _look(self, is_last: bool) -> list[Finding]:

@@ -167,13 +167,14 @@ class Sample:
             its optimizer was made with others. ``"resumed"``: before the first
             step, an optimizer had the state of an earlier run, but the scaler was new.
             ``"lossless"``: an eager scaler stepped, but no loss was scaled for it. ``"uphill"``:
-            a learning rate was negative. ``"negative"``: a loss was negative that never is for
-            targets as they should be; counted at samples. ``"absorbed"``: a float16 divisor was
-            Inf, and the loss finite; counted at samples, and as ``"absorbed PLACE"``. Some kinds
-            count only before the first step. ``"idle"``: ``step`` found no gradient.
-            ``"raised"``: ``step`` or ``unscale_``
-            raised an error. ``"stepless"``: the parameters moved between two scaled losses.
-            ``"disabled"``: the scaler is disabled, and a forward pass computed in float16.
+            a learning rate was negative. ``"nonfinite SETTING"``: an optimizer's setting, such as
+            ``"lr of group 0"``, was NaN or Inf. ``"negative"``: a loss was negative that never is
+            for targets as they should be; counted at samples. ``"absorbed"``: a float16 divisor
+            was Inf, and the loss finite; counted at samples, and as ``"absorbed PLACE"``. Some
+            kinds count only before the first step. ``"idle"``: ``step`` found no gradient.
+            ``"raised"``: ``step`` or ``unscale_`` raised an error. ``"stepless"``: the parameters
+            moved between two scaled losses. ``"disabled"``: the scaler is disabled, and a forward
+            pass computed in float16.
         missing: names of an optimizer's parameters that require a gradient and have none.
         cut: the operations that block the gradient, by the names of the parameters behind them.
             The operation is one whose gradient is 0, such as ``"round"``. The text is empty if the

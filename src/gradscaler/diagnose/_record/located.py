@@ -34,9 +34,6 @@ class Located:
         line: the line that called the operation in the forward pass, such as ``"train.py:12"``. It
             is the innermost line that is neither the framework's nor gradscaler's. Without an
             operation, it is the line that called the module. None if it is not known.
-        made_by: the operation that computed an ``"input"``, which is then not the batch itself. The
-            operation ran unwatched, such as in another thread, and may have passed the Inf or NaN
-            on. Only files of earlier versions have it.
         smallest_divisor: the smallest magnitude of the divisor of a division in a forward pass;
             None if the operation is not a division, or overwrote its divisor.
         is_likely: whether this is a conclusion from which gradients were bad, and not yet seen. No
@@ -45,6 +42,8 @@ class Located:
         summand: which of the losses that the loss adds up it is in, and where that is computed,
             such as ``"2 of 3 (mean at train.py:31)"``; None if it adds up none, or if it is in
             several.
+        rows: where along the first dimension an ``"input"`` holds it, counted from 0, such as
+            ``"row 3 of 32"``; None for another kind, or if more than half of the rows do.
         way: the largest magnitudes of the operations up to this one, as far as they are known,
             such as ``"matmul 3.1e+03 → mul 4.2e+04 → pow Inf"``; None if none is.
     """
@@ -61,15 +60,15 @@ class Located:
     parameter: str | None = None
     operation: str | None = None
     line: str | None = None
-    made_by: str | None = None
     smallest_divisor: float | None = None
     is_likely: bool = False
     summand: str | None = None
     way: str | None = None
+    rows: str | None = None
 
     def is_at(self, other: Located) -> bool:
         """Whether this is the place of another Inf or NaN."""
-        fields = "module", "kind", "parameter", "operation", "line", "made_by", "is_likely"
+        fields = "module", "kind", "parameter", "operation", "line", "is_likely"
         return all(getattr(self, name) == getattr(other, name) for name in fields)
 
     def __str__(self) -> str:
@@ -95,8 +94,8 @@ class Located:
             text += f"; {self.way}"
         if self.summand is not None:
             text += f"; in summand {self.summand} of the loss"
-        if self.made_by is not None:
-            text += f"; computed by {self.made_by}"
+        if self.rows is not None:
+            text += f"; in {self.rows}"
         if not backward and self.parameter:
             text += f"; its {self.parameter} is not finite"
         return text

@@ -1,0 +1,64 @@
+"""Settings of an optimizer that are NaN or Inf, as a schedule that divides by 0 makes them."""
+
+import math
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import nn
+
+from gradscaler.diagnose import Monitor
+from gradscaler.torch import GradScaler
+
+pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
+SETTINGS = {
+    "lr": (torch.optim.SGD, {"lr": math.nan}),
+    "lr, a NumPy number": (torch.optim.SGD, {"lr": np.float32(math.inf)}),
+    "weight_decay": (torch.optim.AdamW, {"weight_decay": math.inf}),
+    "betas": (torch.optim.Adam, {"betas": (0.9, math.nan)}),
+    "eps": (torch.optim.RMSprop, {"eps": math.nan}),
+    "momentum": (torch.optim.SGD, {"momentum": math.nan}),
+}
+
+
+@pytest.mark.parametrize("is_scaled", [False, True], ids=["plain", "scaled"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_it_is_named_in_the_step_that_uses_it(name, is_scaled):
+    kind, changed = SETTINGS[name]
+    net = nn.Linear(4, 2)
+    groups = [{"params": [net.weight]}, {"params": [net.bias]}]
+    optimizer, told = kind(groups, lr=1e-3), []
+    scaler = GradScaler("cpu", init_scale=8.0) if is_scaled else None
+    monitor = Monitor(scaler, net, tell=lambda finding: told.append((step, finding)))
+    for step in range(1, 30):
+        if step == 17:
+            optimizer.param_groups[1] |= changed
+        loss = net(torch.randn(8, 4)).square().mean()
+        optimizer.zero_grad()
+        (scaler.scale(loss) if scaler else loss).backward()
+        scaler.step(optimizer) if scaler else optimizer.step()
+        if scaler:
+            scaler.update()
+    monitor.close()
+    at, finding = told[0]
+    setting = next(iter(changed))
+    assert (at, finding.kind) == (17, "divergence")
+    assert f"The optimizer's {setting} of group 1 was NaN or Inf" in finding.cause
+    assert len({each.text for _, each in told}) == len(told)
+    assert monitor.verdict.findings[0].cause.startswith(f"The optimizer's {setting} of group 1")
+
+
+def test_settings_that_are_finite_are_not_spoken_of():
+    net = nn.Linear(4, 2)
+    optimizer, told = torch.optim.SGD(net.parameters(), lr=0.0), []
+    monitor = Monitor(model=net, tell=told.append)
+    for step in range(20):
+        optimizer.param_groups[0]["lr"] = 1e-3 * step / 20
+        net(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    monitor.close()
+    assert told == []
