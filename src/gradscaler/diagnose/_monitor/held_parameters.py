@@ -32,7 +32,6 @@ class HeldParameters:
         self.names: dict[int, str] = {}  # of optimizers, by their modules
         self._stepped: set[int] = set()
         self._parts: dict[str, NDArray[Any]] = {}  # at the sample before
-        self._norms: dict[int, float] = {}  # of an optimizer's matrices, at its first sample
         self._version: int | None = None  # of the model's first trained parameter
 
     def note(self, optimizer: object, has_gradients: bool) -> None:
@@ -69,14 +68,12 @@ class HeldParameters:
         return not own.isdisjoint(self._held.get(id(optimizer), own))
 
     def _weights_of(self, optimizer: object) -> tuple[float, float] | None:
-        """The norm of an optimizer's matrices at its first sample, and now.
+        """The norm of an optimizer's matrices before its first step, and now.
 
         Biases may stay large while a weight decay shrinks the rest.
         """
-        now = self._parameters.norm_of_matrices(optimizer)
-        if not math.isfinite(now):
-            return None
-        return self._norms.setdefault(id(optimizer), now), now
+        first, now = self._parameters.norms_of_matrices(optimizer)
+        return (first, now) if math.isfinite(first) and math.isfinite(now) else None
 
     def _outside(self) -> tuple[str, ...]:
         """The parameters with a gradient that none holds, of modules that have not moved.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import numpy as np
@@ -96,12 +96,19 @@ class OptimizersParameters:
         first = [norm for norms in before for norm in norms or ()]
         return math.hypot(*map(float, first)), math.hypot(*map(float, now))
 
-    def norm_of_matrices(self, optimizer: object) -> float:
-        """The norm of an optimizer's parameters with two or more dimensions; NaN if unknown."""
-        named = self.named(optimizer).values()
-        with suppress(Exception):
-            return math.hypot(*(float(local(p).detach().norm()) for p in named if p.ndim > 1))
-        return math.nan
+    def norms_of_matrices(self, optimizer: object) -> tuple[float, float]:
+        """The norm of an optimizer's parameters with two or more dimensions, first and now.
+
+        Each is NaN if it is unknown.
+        """
+        is_matrix = [p.ndim > 1 for p in self.named(optimizer).values()]
+
+        def joint(norms: list[Tensor]) -> float:
+            if len(norms) != len(is_matrix):  # they cannot be taken, or parameters were added
+                return math.nan
+            return math.hypot(*(float(norm) for norm in compress(norms, is_matrix)))
+
+        return joint(self._norms.get(id(optimizer), [])), joint(self._norms_of(optimizer))
 
     def _norms_of(self, optimizer: object) -> list[Tensor]:
         """The norm of each parameter, which may be on a device; empty if they cannot be taken."""
