@@ -6,7 +6,7 @@ import argparse
 import atexit
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from gradscaler._run_script import fastai
 from gradscaler._run_script.after_import import after_import
-from gradscaler._run_script.calls import after_init, before_next_backward
+from gradscaler._run_script.after_init import after_init
 from gradscaler._run_script.files import RunFiles
 from gradscaler._run_script.models import models_of
 from gradscaler._run_script.scaler_watch import ScalerWatch
@@ -23,6 +23,7 @@ from gradscaler._run_script.termination import before_termination
 from gradscaler._run_script.voice import NO_STEP, say
 from gradscaler._run_script.watched_run import WatchedRun
 from gradscaler.diagnose._graph.lines import Tracebacks
+from gradscaler.diagnose._monitor import backward_calls
 from gradscaler.torch import GradScaler, install
 from gradscaler.torch._install import replace_sharded
 
@@ -75,7 +76,7 @@ class Session:
         if not self._new:
             self._end_runs()  # not in the backward pass, where a watch cannot be left
             self._lines.start()
-            before_next_backward(self._begin_loop)
+            backward_calls.listen(self)
         self._new.add(optimizer)
 
     def _see_fastai(self) -> None:
@@ -86,9 +87,14 @@ class Session:
             calls = partial(self._begin_scaled, scaler), partial(self._end_step, id(scaler))
             scaler.add_observer(ScalerWatch(*calls))
 
-    def _begin_loop(self) -> None:
+    def before_backward(self, losses: Sequence[Any]) -> None:
+        """Begin the run of a loop without a scaler, which hears of this backward pass, too."""
         if self._new and not self._is_off:  # else a scaler was first to see the new optimizers
             self._begin(_LOOP, None)
+        backward_calls.ignore(self)
+
+    def after_backward(self) -> None:
+        """Nothing to do."""
 
     def _begin_scaled(self, scaler: GradScaler) -> None:
         if not self._is_off and (self._new or id(scaler) not in self._runs):
