@@ -20,8 +20,11 @@ from gradscaler._run_script.voice import say
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Run the script or the module of a command line; it ends as under ``python``."""
+    if options.command[:1] == ["--"]:
+        options.command.pop(0)
     if not options.command:
         parser.error("give a script, or -m and a module")
+    options.has_raised = options.has_failed = False
     options.folder = options.output.absolute()  # the script may change the working directory
     target, *arguments = options.command
     after_import("torch", partial(_watch, options))
@@ -35,14 +38,21 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     except SyntaxError:
         show_from(None)
         raise
-    atexit.register(_say_if_unwatched, os.getpid())
-    program.run(arguments)
+    atexit.register(_say_if_unwatched, options, os.getpid())
+    try:
+        program.run(arguments)
+    except BaseException as error:
+        is_exit = isinstance(error, (SystemExit, KeyboardInterrupt))
+        options.has_raised = True
+        options.has_failed = bool(error.code) if isinstance(error, SystemExit) else not is_exit
+        raise
     return 0
 
 
-def _say_if_unwatched(process: int) -> None:
+def _say_if_unwatched(options: argparse.Namespace, process: int) -> None:
     """Say why there is no verdict, in the process that was started and not in its forks."""
-    if "torch" not in sys.modules and os.getpid() == process:
+    is_unwatched = "torch" not in sys.modules and not options.has_raised
+    if is_unwatched and os.getpid() == process:
         say("this process did not import PyTorch, so there is no verdict.")
 
 

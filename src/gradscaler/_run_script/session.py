@@ -20,7 +20,7 @@ from gradscaler._run_script.files import RunFiles
 from gradscaler._run_script.models import models_of
 from gradscaler._run_script.scaler_watch import ScalerWatch
 from gradscaler._run_script.termination import before_termination
-from gradscaler._run_script.voice import NO_STEP, say
+from gradscaler._run_script.voice import say, say_no_step
 from gradscaler._run_script.watched_run import WatchedRun
 from gradscaler.diagnose._graph.lines import Tracebacks
 from gradscaler.diagnose._monitor import backward_calls
@@ -131,7 +131,7 @@ class Session:
             self._end_runs()
             if not self._num_runs:
                 self._num_runs = _MOST_RUNS
-                say(NO_STEP)
+                say_no_step(self._options)
 
     def _end_runs(self) -> None:
         runs, self._runs = self._runs, {}

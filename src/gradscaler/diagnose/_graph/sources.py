@@ -52,6 +52,12 @@ class Sources:
         found = self._sources.get(memory_of(tensor))
         return None if found is None else found[1]
 
+    @property
+    def latest(self) -> Located | None:
+        """Where the latest Inf or NaN was made that is still there; None if there is none."""
+        kept = reversed(self._sources.values())
+        return next((source for tensor, source in kept if read(tensor).state == "bad"), None)
+
     def _see_graphed(self, call: Call) -> None:
         """Note the nodes that made, or were given, an Inf or NaN that was made before them."""
         for tensor in call.inputs:
