@@ -1,7 +1,7 @@
 """``gradscaler run``: a user's script under a monitor, without a change.
 
-Until the script imports PyTorch, this package imports nothing but the standard library, so that
-environment variables that the script sets still count.
+Until the script imports PyTorch or Keras, this package imports nothing but the standard library, so
+that environment variables that the script sets still count.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         options.command.pop(0)
     if not options.command:
         parser.error("give a script, or -m and a module")
-    options.has_raised = options.has_failed = False
+    options.has_raised = options.has_failed = options.is_fitted = False
     options.folder = options.output.absolute()  # the script may change the working directory
     target, *arguments = options.command
     after_import("torch", partial(_watch, options))
+    after_import("keras", partial(_watch_fits, options))
     try:
         program = program_of(target, options.is_module)
     except OSError as error:
@@ -51,9 +52,9 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 def _say_if_unwatched(options: argparse.Namespace, process: int) -> None:
     """Say why there is no verdict, in the process that was started and not in its forks."""
-    is_unwatched = "torch" not in sys.modules and not options.has_raised
-    if is_unwatched and os.getpid() == process:
-        say("this process did not import PyTorch, so there is no verdict.")
+    is_quiet = options.has_raised or options.is_fitted or "torch" in sys.modules
+    if not is_quiet and os.getpid() == process:
+        say("this process did not import PyTorch or call Keras' fit, so there is no verdict.")
 
 
 def _watch(options: argparse.Namespace) -> None:
@@ -61,3 +62,10 @@ def _watch(options: argparse.Namespace) -> None:
     from gradscaler._run_script.session import Session
 
     Session(options).start()
+
+
+def _watch_fits(options: argparse.Namespace) -> None:
+    """Watch each ``fit`` of this process, now that Keras is imported."""
+    from gradscaler._run_script.keras_fit import Fits
+
+    Fits(options).start()

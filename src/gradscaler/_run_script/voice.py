@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 import textwrap
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,9 +36,20 @@ def say(text: str, *lines: str) -> None:
 
 
 def say_no_step(options: argparse.Namespace) -> None:
-    """Say why there is no verdict, unless the script ended early, as for ``--help``."""
-    if not options.has_raised:
+    """Say why there is no verdict, unless the script ended early, as for ``--help``.
+
+    Keras' ``fit`` on PyTorch steps by optimizers of its own.
+    """
+    if not options.has_raised and not options.is_fitted:
         say(_NO_STEP)
+
+
+def guarded(call: Callable[[], None]) -> None:
+    """Make a call; what goes wrong in it must not end a training."""
+    try:
+        call()
+    except Exception as error:
+        say(f"cannot watch this training: {type(error).__name__}: {error}")
 
 
 def is_quiet_rank() -> bool:

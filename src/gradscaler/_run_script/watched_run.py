@@ -6,13 +6,15 @@ import argparse
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradscaler._run_script.options import STOPPED
-from gradscaler._run_script.step_watch import StepWatch
 from gradscaler._run_script.voice import is_quiet_rank, say, say_no_step, shown
 from gradscaler.diagnose import Finding, Monitor, Verdict
 from gradscaler.diagnose._monitor.models import one_model
+
+if TYPE_CHECKING:
+    from gradscaler._run_script.step_watch import StepWatch
 
 # Kinds of findings after which no scale brings a training back, for a run with a scaler.
 _LOST = {"parameter", "divergence", "activations", "loss", "nan", "floor", "silent"}
@@ -29,15 +31,31 @@ class WatchedRun:
         model: the model, or several by their names.
         path: a new file.
         options: those of the command line, and how the script has ended.
+        watch: the step to watch, in PyTorch.
     """
 
-    def __init__(self, scaler: Any, model: Any, path: Path, options: argparse.Namespace) -> None:
+    def __init__(
+        self,
+        scaler: Any,
+        model: Any,
+        path: Path,
+        options: argparse.Namespace,
+        watch: int | None = None,
+    ) -> None:
         self._path, self._options = path, options
         self._is_over, self._process = False, os.getpid()
         self._told: set[str] = set()
         model = one_model(model)
         self._monitor = Monitor(scaler, model, options.every, path, tell=self._tell)
-        self._watch = StepWatch(options.watch, self._monitor, model) if options.watch else None
+        self._watch: StepWatch | None = None
+        if watch is not None:
+            from gradscaler._run_script.step_watch import StepWatch  # imports PyTorch
+
+            self._watch = StepWatch(watch, self._monitor, model)
+
+    def callback(self) -> Any:
+        """A callback of Keras that records each step."""
+        return self._monitor.callback()
 
     def step_ended(self) -> None:
         """Note that a scaler has ended a step, which it may have skipped."""

@@ -74,7 +74,9 @@ def started(tmp_path):
     return start
 
 
-UNWATCHED = "gradscaler: this process did not import PyTorch, so there is no verdict.\n"
+UNWATCHED = (
+    "gradscaler: this process did not import PyTorch or call Keras' fit, so there is no verdict.\n"
+)
 
 
 def ended(process):
