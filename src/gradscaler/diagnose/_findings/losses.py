@@ -118,7 +118,7 @@ def diverged(evidence: Evidence) -> Finding | None:
     skips = "steps are skipped"
     bad, at_any_scale = evidence.bad_step, "It diverges at any scale: go"
     if bad is not None:
-        skips, at_any_scale = f"step {bad.step} was applied with them", "Go"
+        skips, at_any_scale = f"{evidence.step_word} {bad.step} was applied with them", "Go"
         if loss is not None and loss[1].step < bad.step - _SOON:
             return None  # a spike that had passed
     elif evidence.skips:
