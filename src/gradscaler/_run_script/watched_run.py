@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 _LOST = {"parameter", "divergence", "activations", "loss", "nan", "floor", "silent"}
 
 # A script that looks at its loss may end before its backward pass, where the monitor would see it.
-_ENDED = "the script ended after step {}. If it found a NaN, --watch {} names the operation."
+_ENDED = "the script ended after step {}."
+_HINT = " If it found a NaN, --watch {} names the operation."
 
 
 class WatchedRun:
@@ -44,7 +45,7 @@ class WatchedRun:
     ) -> None:
         self._path, self._options = path, options
         self._is_over, self._process = False, os.getpid()
-        self._told: set[str] = set()
+        self._advice: set[str] = set()  # that was printed on the way
         model = one_model(model)
         self._monitor = Monitor(scaler, model, options.every, path, tell=self._tell)
         self._watch: StepWatch | None = None
@@ -67,7 +68,7 @@ class WatchedRun:
         if self._is_over or os.getpid() != self._process:  # the verdict says it, or the parent
             return
         say(finding.text)
-        self._told.add(finding.text)
+        self._advice.add(finding.action)
         is_lost = self._monitor.bad_step is not None or finding.kind in _LOST
         if self._options.stop and is_lost:
             raise SystemExit(STOPPED)
@@ -84,14 +85,15 @@ class WatchedRun:
             self._path.unlink(missing_ok=True)
             say_no_step(self._options)
         elif verdict.kind == "normal" and self._options.has_failed:
-            say(_ENDED.format(steps, steps + 1), f"file:   {shown(self._path)}")
+            hint = _HINT.format(steps + 1) if self._watch is None else ""
+            say(f"{_ENDED.format(steps)}{hint}", f"file:   {shown(self._path)}")
         elif verdict.kind != "normal" or not is_quiet_rank():
             self._say_verdict(verdict, steps)
 
     def _say_verdict(self, verdict: Verdict, steps: int) -> None:
         """Print a verdict, without advice that was printed on the way, and where the file is."""
         text, first = f": {verdict.text}", verdict.findings[0]
-        if first.text in self._told:
+        if first.action in self._advice:
             text = f", as said above{text.replace(first.text, first.cause, 1)}"
         file = shown(self._path)
         ranks = re.sub(r"\.rank\d+\.jsonl", ".rank*.jsonl", file)

@@ -14,7 +14,7 @@ from tests.support.marked_lines import lines_marked_in
 FAILING = Path(__file__).with_name("failing.py")
 LINE = Path(lines_marked_in(str(FAILING))("fails")).name
 STOPPED = 3
-LOOKS = {"looks": ["--watch", "30"], "looks again": ["--watch", "31"]}
+LOOKS = {"looks": [], "looks again": ["--watch", "30"], "looks later": ["--watch", "31"]}
 ENDS = {"raise": 1, "SIGINT": -signal.SIGINT, "SIGTERM": -signal.SIGTERM}
 
 
@@ -100,16 +100,18 @@ def test_a_step_that_is_watched_names_its_operation(ended):
 
 
 def test_a_script_that_ends_at_a_nan_is_told_how_to_find_the_operation(ended):
-    status, printed, said, file = ended["looks again"]
+    status, printed, said, file = ended["looks"]
     assert (status, printed) == (1, "")
     assert "Nothing needs fixing" not in said
-    assert "the run ended before step 31" in said
-    assert "ended after step 29" in words(said)
-    assert "--watch 30 names the operation" in words(said)
+    assert "ended after step 29. If it found a NaN, --watch 30 names the operation." in words(said)
     assert f"  file:   {file}\n" in said
-    assert f"step watched: forward of a function (float32), sqrt at {LINE}: " in words(
-        ended["looks"].said
-    )
+    again = words(ended["looks again"].said)
+    assert f"step watched: forward of a function (float32), sqrt at {LINE}: " in again
+    assert "--watch" not in again
+
+
+def test_a_step_that_the_run_does_not_reach_is_said_to_be_unwatched(ended):
+    assert "the run ended before step 31, so it was not watched" in words(ended["looks later"].said)
 
 
 FORKS = """
