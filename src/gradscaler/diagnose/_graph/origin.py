@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 from gradscaler.diagnose._gradients.reading import Reading, Tensor, largest_of, read
@@ -99,7 +100,7 @@ def _bad_input(node: Node, values: Values) -> _Edge | None:
     states = [(edge, None if found is None else found.state) for edge, found in known]
     bad = [edge for edge, state in states if state == "bad"]
     masks = [edge for edge, state in states if state == "mask" and _is_guilty(node, edge, values)]
-    behind = [] if _RISKY.search(operation_of(node)) else _behind(node, values)
+    behind = [] if _is_risky(node, values) else _behind(node, values)
     bad = bad or [edge for edge in behind if values.reading(*edge) is not None]
     return next(iter([*bad, *masks]), None)
 
@@ -142,10 +143,16 @@ def _most_suspect(edge: _Edge, values: Values) -> _Edge:
 
     A sum of two is rarely Inf, but it is NaN if one of the two is, which no node may have made.
     """
-    if _RISKY.search(operation_of(edge[0])):
+    if _is_risky(edge[0], values):
         return edge
     suspects = [each for each in _behind(edge[0], values) if not is_form(each[0])]
     return min([*suspects, edge], key=lambda e: (operation_of(e[0]) in _ADDS) != values.has_nan)
+
+
+def _is_risky(node: Node, values: Values) -> bool:
+    """Whether a node often makes a bad number of finite ones, as no division by 1 or more does."""
+    divisor = smallest_divisor(node, values)
+    return bool(_RISKY.search(operation_of(node))) and not (divisor is not None and divisor >= 1)
 
 
 def largest_input(node: Node, values: Values) -> float:
@@ -159,6 +166,9 @@ def smallest_divisor(node: Node, values: Values) -> float | None:
     if not _DIVIDES.search(operation_of(node)):
         return None
     divisor = values.constants.get(node, {}).get("other")
+    if divisor is None:  # it may be a whole number in the code, of which no NaN comes
+        with suppress(Exception):
+            divisor = getattr(node, "_saved_other", None)
     before, number = node.next_functions[-1]
     if divisor is None and before is not None:
         divisor = values.tensor(before, number)
