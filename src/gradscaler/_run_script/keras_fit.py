@@ -70,12 +70,12 @@ class Fits:
             self._options.is_fitted = True
             before_termination(self._end)
         is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-        self._losses[optimizer] = losses = Losses(is_scaled, self._options)
-        self._to_end.append(losses)
+        self._losses[optimizer] = Losses(is_scaled, self._options)
+        self._to_end.append(self._losses[optimizer])
         if is_scaled:
             self._end_scaled()
-            run = WatchedRun(optimizer, model, self._files.next(), self._options)
-            self._scaled[optimizer] = run
+            given = optimizer, model, self._files.next(), self._options
+            self._scaled[optimizer] = WatchedRun(*given)
         atexit.unregister(self._end)
         atexit.register(self._end)  # before monitors close by themselves
 
@@ -136,8 +136,8 @@ class Losses:
 
     def _look_at(self, model: Any) -> None:
         bad = next(iter(RecordedParameters(model).nonfinite()), None)
-        self._weights = "all weights were finite" if bad is None else f"{bad.name} was not finite"
-        self._weights = f"; {self._weights} at the end of the epoch"
+        weights = "all weights were finite" if bad is None else f"{bad.name} was not finite"
+        self._weights = f"; {weights} at the end of the epoch"
 
     def end(self) -> None:
         """Print what the losses show, unless they are finite and a monitor gives a verdict."""

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 # Kinds of findings after which no scale brings a training back, for a run with a scaler.
 _LOST = {"parameter", "divergence", "activations", "loss", "nan", "floor", "silent"}
-
 # A script that looks at its loss may end before its backward pass, where the monitor would see it.
-_ENDED = "the script ended after step {}."
 _HINT = " If it found a NaN, --watch {} names the operation."
 
 
@@ -86,7 +84,7 @@ class WatchedRun:
             say_no_step(self._options)
         elif verdict.kind == "normal" and self._options.has_failed:
             hint = _HINT.format(steps + 1) if self._watch is None else ""
-            say(f"{_ENDED.format(steps)}{hint}", f"file:   {shown(self._path)}")
+            say(f"the script ended after step {steps}.{hint}", f"file:   {shown(self._path)}")
         elif verdict.kind != "normal" or not is_quiet_rank():
             self._say_verdict(verdict, steps)
 
