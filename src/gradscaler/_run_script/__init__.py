@@ -1,7 +1,7 @@
 """``gradscaler run``: a user's script under a monitor, without a change.
 
-Until the script imports PyTorch, this package imports nothing but the standard library, so that
-environment variables that the script sets still count.
+Until the script imports PyTorch or Keras, this package imports nothing but the standard library, so
+that environment variables that the script sets still count.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ from gradscaler._run_script.voice import say
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Run the script or the module of a command line; it ends as under ``python``."""
+    if options.command[:1] == ["--"]:
+        options.command.pop(0)
     if not options.command:
         parser.error("give a script, or -m and a module")
+    options.has_raised = options.has_failed = options.is_fitted = False
     options.folder = options.output.absolute()  # the script may change the working directory
     target, *arguments = options.command
     after_import("torch", partial(_watch, options))
+    after_import("keras", partial(_watch_fits, options))
     try:
         program = program_of(target, options.is_module)
     except OSError as error:
@@ -35,15 +39,22 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     except SyntaxError:
         show_from(None)
         raise
-    atexit.register(_say_if_unwatched, os.getpid())
-    program.run(arguments)
+    atexit.register(_say_if_unwatched, options, os.getpid())
+    try:
+        program.run(arguments)
+    except BaseException as error:
+        is_exit = isinstance(error, (SystemExit, KeyboardInterrupt))
+        options.has_raised = True
+        options.has_failed = bool(error.code) if isinstance(error, SystemExit) else not is_exit
+        raise
     return 0
 
 
-def _say_if_unwatched(process: int) -> None:
+def _say_if_unwatched(options: argparse.Namespace, process: int) -> None:
     """Say why there is no verdict, in the process that was started and not in its forks."""
-    if "torch" not in sys.modules and os.getpid() == process:
-        say("this process did not import PyTorch, so there is no verdict.")
+    is_quiet = options.has_raised or options.is_fitted or "torch" in sys.modules
+    if not is_quiet and os.getpid() == process:
+        say("this process did not import PyTorch or call Keras' fit, so there is no verdict.")
 
 
 def _watch(options: argparse.Namespace) -> None:
@@ -51,3 +62,10 @@ def _watch(options: argparse.Namespace) -> None:
     from gradscaler._run_script.session import Session
 
     Session(options).start()
+
+
+def _watch_fits(options: argparse.Namespace) -> None:
+    """Watch each ``fit`` of this process, now that Keras is imported."""
+    from gradscaler._run_script.keras_fit import Fits
+
+    Fits(options).start()

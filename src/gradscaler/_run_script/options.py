@@ -10,8 +10,10 @@ FOLDER = "gradscaler-runs"
 STOPPED = 3
 """The exit status of a run that ``--stop`` ended; Python's own are 1 and 2."""
 
+MOST_RUNS = 20  # a search over settings; an inner optimizer for each batch would make thousands
+
 _TEXT = (
-    "Run a PyTorch training script as it is, with its own arguments, and say why it fails: which "
+    "Run a PyTorch or Keras script as it is, with its own arguments, and say why it fails: which "
     "operation made the first Inf or NaN, on which line, and what to do. Findings go to stderr; "
     "the steps of each process that trains go to a file. The training stays the same to the bit."
 )

@@ -6,7 +6,7 @@ import argparse
 import atexit
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -15,18 +15,19 @@ from torch.optim import Optimizer
 
 from gradscaler._run_script import fastai
 from gradscaler._run_script.after_import import after_import
-from gradscaler._run_script.calls import after_init, before_next_backward
+from gradscaler._run_script.after_init import after_init
 from gradscaler._run_script.files import RunFiles
 from gradscaler._run_script.models import models_of
+from gradscaler._run_script.options import MOST_RUNS
 from gradscaler._run_script.scaler_watch import ScalerWatch
 from gradscaler._run_script.termination import before_termination
-from gradscaler._run_script.voice import NO_STEP, say
+from gradscaler._run_script.voice import guarded, say_no_step
 from gradscaler._run_script.watched_run import WatchedRun
 from gradscaler.diagnose._graph.lines import Tracebacks
+from gradscaler.diagnose._monitor import backward_calls
 from gradscaler.torch import GradScaler, install
 from gradscaler.torch._install import replace_sharded
 
-_MOST_RUNS = 20  # a search over settings; an inner optimizer for each batch would make thousands
 _LOOP = 0  # the key of the loop without a scaler; others are the ids of scalers
 
 
@@ -67,7 +68,7 @@ class Session:
     @property
     def _is_off(self) -> bool:
         """Whether this is a child that was forked, or enough runs are on file."""
-        return os.getpid() != self._process or self._num_runs >= _MOST_RUNS
+        return os.getpid() != self._process or self._num_runs >= MOST_RUNS
 
     def _see_optimizer(self, optimizer: Optimizer) -> None:
         if self._is_off or _held_by([optimizer]) <= self._known:
@@ -75,7 +76,7 @@ class Session:
         if not self._new:
             self._end_runs()  # not in the backward pass, where a watch cannot be left
             self._lines.start()
-            before_next_backward(self._begin_loop)
+            backward_calls.listen(self)
         self._new.add(optimizer)
 
     def _see_fastai(self) -> None:
@@ -86,9 +87,14 @@ class Session:
             calls = partial(self._begin_scaled, scaler), partial(self._end_step, id(scaler))
             scaler.add_observer(ScalerWatch(*calls))
 
-    def _begin_loop(self) -> None:
+    def before_backward(self, losses: Sequence[Any]) -> None:
+        """Begin the run of a loop without a scaler, which hears of this backward pass, too."""
         if self._new and not self._is_off:  # else a scaler was first to see the new optimizers
             self._begin(_LOOP, None)
+        backward_calls.ignore(self)
+
+    def after_backward(self) -> None:
+        """Nothing to do."""
 
     def _begin_scaled(self, scaler: GradScaler) -> None:
         if not self._is_off and (self._new or id(scaler) not in self._runs):
@@ -104,12 +110,13 @@ class Session:
         if self._new:
             self._end_runs()
         self._num_runs += 1
-        _guarded(partial(self._open, key, scaler))
+        guarded(partial(self._open, key, scaler))
         self._end_first()
 
     def _open(self, key: int, scaler: GradScaler | None) -> None:
         self._find_model()
-        self._runs[key] = WatchedRun(scaler, self._model, self._files.next(), self._options)
+        given = scaler, self._model, self._files.next(), self._options
+        self._runs[key] = WatchedRun(*given, watch=self._options.watch)
 
     def _find_model(self) -> None:
         """Find the model of the optimizers that were made since the latest run began."""
@@ -124,27 +131,19 @@ class Session:
         if os.getpid() == self._process:
             self._end_runs()
             if not self._num_runs:
-                self._num_runs = _MOST_RUNS
-                say(NO_STEP)
+                self._num_runs = MOST_RUNS
+                say_no_step(self._options)
 
     def _end_runs(self) -> None:
         runs, self._runs = self._runs, {}
         for run in runs.values():
-            _guarded(run.end)
+            guarded(run.end)
 
 
 def _leave_child_alone() -> None:
     """Let no warning say that a forked child cannot write to its parent's file: it need not."""
     what = ".*was opened before this process was forked"
     warnings.filterwarnings("ignore", what, RuntimeWarning)
-
-
-def _guarded(call: Callable[[], None]) -> None:
-    """Make a call; what goes wrong in it must not end a training."""
-    try:
-        call()
-    except Exception as error:
-        say(f"cannot watch this training: {type(error).__name__}: {error}")
 
 
 def _held_by(optimizers: Iterable[Optimizer]) -> set[int]:

@@ -41,15 +41,17 @@ class StepWatch:
             self._search.start()
 
     def close(self) -> None:
-        """Watch no more."""
-        self._stop()
+        """Watch no more, as the run has ended, maybe in the step to watch or before it."""
+        nothing = "the run ended in it, and no operation had made an Inf or NaN"
+        self._stop(str(self._search.latest or nothing))
+        if self._step:
+            say(f"the run ended before step {self._step:,}, so it was not watched.")
         while self._handles:
             self._handles.pop().remove()
 
-    def _stop(self) -> None:
+    def _stop(self, otherwise: str = "no operation made an Inf or NaN") -> None:
         """Stop watching, and say what was seen."""
         if self._is_on:
             self._is_on, self._step = False, 0
             self._search.stop()
-            found = self._search.located
-            say(f"step watched: {found or 'no operation made an Inf or NaN'}")
+            say(f"step watched: {self._search.located or otherwise}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import sys
 import textwrap
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +16,7 @@ _PARAGRAPH = textwrap.TextWrapper(
     100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
 )
 
-NO_STEP = (
+_NO_STEP = (
     "no optimizer of this process took a step after a backward pass, so there is no verdict. "
     "Processes that a script starts itself are not watched: start the script by torchrun."
 )
@@ -31,6 +33,23 @@ def say(text: str, *lines: str) -> None:
         if "tqdm" in sys.modules and sys.stderr.isatty():
             print(file=sys.stderr)  # below its bar
         print(wrapped, *lines, sep="\n  ", file=sys.stderr, flush=True)
+
+
+def say_no_step(options: argparse.Namespace) -> None:
+    """Say why there is no verdict, unless the script ended early, as for ``--help``.
+
+    Keras' ``fit`` on PyTorch steps by optimizers of its own.
+    """
+    if not options.has_raised and not options.is_fitted:
+        say(_NO_STEP)
+
+
+def guarded(call: Callable[[], None]) -> None:
+    """Make a call; what goes wrong in it must not end a training."""
+    try:
+        call()
+    except Exception as error:
+        say(f"cannot watch this training: {type(error).__name__}: {error}")
 
 
 def is_quiet_rank() -> bool:

@@ -6,16 +6,20 @@ import argparse
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradscaler._run_script.options import STOPPED
-from gradscaler._run_script.step_watch import StepWatch
-from gradscaler._run_script.voice import NO_STEP, is_quiet_rank, say, shown
-from gradscaler.diagnose import Finding, Monitor
+from gradscaler._run_script.voice import is_quiet_rank, say, say_no_step, shown
+from gradscaler.diagnose import Finding, Monitor, Verdict
 from gradscaler.diagnose._monitor.models import one_model
+
+if TYPE_CHECKING:
+    from gradscaler._run_script.step_watch import StepWatch
 
 # Kinds of findings after which no scale brings a training back, for a run with a scaler.
 _LOST = {"parameter", "divergence", "activations", "loss", "nan", "floor", "silent"}
+# A script that looks at its loss may end before its backward pass, where the monitor would see it.
+_HINT = " If it found a NaN, --watch {} names the operation."
 
 
 class WatchedRun:
@@ -25,15 +29,32 @@ class WatchedRun:
         scaler: the scaler; None for a loop that has none.
         model: the model, or several by their names.
         path: a new file.
-        options: those of the command line.
+        options: those of the command line, and how the script has ended.
+        watch: the step to watch, in PyTorch.
     """
 
-    def __init__(self, scaler: Any, model: Any, path: Path, options: argparse.Namespace) -> None:
-        self._path, self._may_stop = path, options.stop
+    def __init__(
+        self,
+        scaler: Any,
+        model: Any,
+        path: Path,
+        options: argparse.Namespace,
+        watch: int | None = None,
+    ) -> None:
+        self._path, self._options = path, options
         self._is_over, self._process = False, os.getpid()
+        self._advice: set[str] = set()  # that was printed on the way
         model = one_model(model)
         self._monitor = Monitor(scaler, model, options.every, path, tell=self._tell)
-        self._watch = StepWatch(options.watch, self._monitor, model) if options.watch else None
+        self._watch: StepWatch | None = None
+        if watch is not None:
+            from gradscaler._run_script.step_watch import StepWatch  # imports PyTorch
+
+            self._watch = StepWatch(watch, self._monitor, model)
+
+    def callback(self) -> Any:
+        """A callback of Keras that records each step."""
+        return self._monitor.callback()
 
     def step_ended(self) -> None:
         """Note that a scaler has ended a step, which it may have skipped."""
@@ -45,7 +66,9 @@ class WatchedRun:
         if self._is_over or os.getpid() != self._process:  # the verdict says it, or the parent
             return
         say(finding.text)
-        if self._may_stop and (self._monitor.bad_step is not None or finding.kind in _LOST):
+        self._advice.add(finding.action)
+        is_lost = self._monitor.bad_step is not None or finding.kind in _LOST
+        if self._options.stop and is_lost:
             raise SystemExit(STOPPED)
 
     def end(self) -> None:
@@ -55,15 +78,25 @@ class WatchedRun:
             self._watch.close()
         self._monitor.close()
         history, verdict = self._monitor.history, self._monitor.verdict
+        steps = history[-1].step if history else 0
         if not history and verdict.kind == "normal":
             self._path.unlink(missing_ok=True)
-            say(NO_STEP)
+            say_no_step(self._options)
+        elif verdict.kind == "normal" and self._options.has_failed:
+            hint = _HINT.format(steps + 1) if self._watch is None else ""
+            say(f"the script ended after step {steps}.{hint}", f"file:   {shown(self._path)}")
         elif verdict.kind != "normal" or not is_quiet_rank():
-            steps = history[-1].step if history else 0
-            file = shown(self._path)
-            ranks = re.sub(r"\.rank\d+\.jsonl", ".rank*.jsonl", file)
-            say(
-                f"after {steps:,} step{'s' * (steps != 1)}: {verdict.text}",
-                f"file:   {file}",
-                f"report: python -m gradscaler report {ranks} -o report.html",
-            )
+            self._say_verdict(verdict, steps)
+
+    def _say_verdict(self, verdict: Verdict, steps: int) -> None:
+        """Print a verdict, without advice that was printed on the way, and where the file is."""
+        text, first = f": {verdict.text}", verdict.findings[0]
+        if first.action in self._advice:
+            text = f", as said above{text.replace(first.text, first.cause, 1)}"
+        file = shown(self._path)
+        ranks = re.sub(r"\.rank\d+\.jsonl", ".rank*.jsonl", file)
+        say(
+            f"after {steps:,} step{'s' * (steps != 1)}{text}",
+            f"file:   {file}",
+            f"report: python -m gradscaler report {ranks} -o report.html",
+        )

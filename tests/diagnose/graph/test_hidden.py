@@ -133,13 +133,15 @@ def test_a_tensor_from_outside_of_the_graph_is_said_to_be_that():
     assert read in text
 
 
-def test_compiled_code_is_one_operation_until_it_is_watched_uncompiled():
+@pytest.mark.parametrize("parts", [None, 2, 2.0], ids=["", "int", "float"])  # that are summed up
+def test_compiled_code_is_one_operation_until_it_is_watched_uncompiled(parts):
     class Net(nn.Linear):
         def forward(self, inputs, factor):
             return (super().forward(inputs) * factor).exp()  # compiled
 
     def loss_of(model, x, is_bad):
-        return model(x, torch.tensor(1 + 1e4 * is_bad)).mean()
+        loss = model(x, torch.tensor(1 + 1e4 * is_bad)).mean()
+        return loss / parts if parts else loss
 
     model = Net(4, 4)
     compiled = torch.compile(model, backend="aot_eager")

@@ -162,6 +162,18 @@ def a_learning_rate_that_is_too_large(t):
     return mse_loss(t.outputs().float().exp(), t.target)
 
 
+@fails("divergence", r"went from .* weights' norm .*neither comes back", r"lower the learning rate")
+def a_learning_rate_that_is_lowered_too_late(t):
+    t.optimizer.param_groups[0]["lr"] = 2.4 if t.step < 15 else 1e-12
+    return mse_loss(t.outputs().float(), t.target)
+
+
+@fails("divergence", r"went from .* weights' norm .*neither comes back", r"without a lower bound")
+def a_loss_with_the_wrong_sign(t):
+    t.optimizer.param_groups[0]["lr"] = 0.1
+    return -mse_loss(t.outputs().float(), t.target)
+
+
 @fails("parameter", r"The model's 0.bias is itself Inf or NaN", r"Go back to an earlier checkpoint")
 def a_parameter_that_other_code_writes(t):
     if t.is_bad:
@@ -223,6 +235,11 @@ def with_another_loss_later(t):
     return healthy(t) + (1e4 if t.step > 30 else 0)
 
 
+def with_larger_targets_later(t):
+    """Its weights follow, so that they grow as in a divergence, too."""
+    return mse_loss(t.outputs().float(), t.target * (1e4 if t.step > 30 else 1))
+
+
 def of_classes(t):
     return cross_entropy(t.outputs().float(), t.target.argmax(1))
 
@@ -255,6 +272,7 @@ def with_gradients_that_are_cleaned(t):
         healthy,
         with_a_spike,
         with_another_loss_later,
+        with_larger_targets_later,
         of_classes,
         with_a_nan_that_is_left_out,
         with_gradients_that_are_cleaned,

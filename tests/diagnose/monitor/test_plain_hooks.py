@@ -14,6 +14,9 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from gradscaler.diagnose import Monitor, read_run
+
+# How a launcher begins a run is not public.
+from gradscaler.diagnose._monitor import backward_calls
 from gradscaler.torch import GradScaler
 
 pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
@@ -61,6 +64,34 @@ def test_a_monitor_that_is_dropped_is_collected_and_leaves_pytorch_as_it_was():
     gc.collect()
     assert alive() is None
     assert (torch.autograd.backward, hooks()) == before
+
+
+class Launcher:
+    """Begins to watch a model in the first backward pass."""
+
+    def __init__(self, model):
+        self.model, self.monitor = model, None
+        backward_calls.listen(self)
+
+    def before_backward(self, losses):
+        self.monitor = Monitor(model=self.model)
+        backward_calls.ignore(self)
+
+    def after_backward(self):
+        pass
+
+
+def test_a_monitor_that_begins_in_a_backward_pass_sees_its_loss_and_its_step():
+    before = torch.autograd.backward
+    model = nn.Linear(4, 1)
+    launcher = Launcher(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(torch.randn(8, 4)).square().mean()
+    loss.backward()
+    optimizer.step()
+    launcher.monitor.close()
+    assert [each.loss for each in launcher.monitor.history] == [pytest.approx(loss.item())]
+    assert torch.autograd.backward is before
 
 
 def test_the_model_and_the_optimizer_are_not_kept_alive():

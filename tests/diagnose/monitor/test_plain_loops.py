@@ -75,6 +75,19 @@ def test_every_step_of_a_loop_is_seen_once(name):
     assert monitor.verdict.kind == "normal"
 
 
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("fails", [(), (7,)], ids=["", "fails"])
+def test_only_optimizers_that_take_turns_are_said_to_count_one_by_one(name, fails, path):
+    _, monitor, _ = run(name, fails=fails, path=path)
+    monitor.close()
+    number = 1 + 6 * STEPS_IN_ONE.get(name, 1)  # the critic's step of the seventh iteration
+    words = f"step {number} was applied" if fails else "steps had a gradient"
+    is_by_turns = f"optimizer {words}" in monitor.verdict.text
+    assert words in monitor.verdict.text
+    assert is_by_turns == (name == "adversarial")
+    assert read_run(path).verdict == monitor.verdict
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_first_bad_step_is_told_when_it_happens_with_its_operation_and_line(name, dtype, path):

@@ -16,6 +16,8 @@ for step in range(1, 41):
         outputs = model(inputs)
     distances = torch.sqrt(outputs.float() + (100 if step < 30 else -100))  # fails
     loss = distances.mean()
+    if sys.argv[1] == "looks" and not loss.isfinite():
+        raise SystemExit("Loss is nan, stopping training")
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

@@ -14,6 +14,7 @@ from tests.support.marked_lines import lines_marked_in
 FAILING = Path(__file__).with_name("failing.py")
 LINE = Path(lines_marked_in(str(FAILING))("fails")).name
 STOPPED = 3
+LOOKS = {"looks": [], "looks again": ["--watch", "30"], "looks later": ["--watch", "31"]}
 ENDS = {"raise": 1, "SIGINT": -signal.SIGINT, "SIGTERM": -signal.SIGTERM}
 
 
@@ -27,12 +28,13 @@ class Ended(NamedTuple):
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
     """The script after each way to end. A warning in it would be an error."""
-    folders = {way: tmp_path_factory.mktemp("runs") / "inner" for way in (*ENDS, "--stop")}
+    ways = *ENDS, "--stop", *LOOKS
+    folders = {way: tmp_path_factory.mktemp("runs") / "inner" for way in ways}
     line = [sys.executable, "-W", "error", "-m", "gradscaler", "run"]
-    options = {"--stop": ["--stop"], "SIGINT": ["--watch", "30"]}
+    options = {"--stop": ["--stop"], "SIGINT": ["--watch", "30"], **LOOKS}
     started = {
         way: subprocess.Popen(
-            [*line, *options.get(way, ()), "-o", folder, "failing.py", way],
+            [*line, *options.get(way, ()), "-o", folder, "--", "failing.py", way.split()[0]],
             cwd=FAILING.parent,
             text=True,
             stdout=subprocess.PIPE,
@@ -58,16 +60,18 @@ def test_a_training_ends_as_without_it_and_the_verdict_comes_last(ended, way):
     status, printed, said, file = ended[way]
     assert (status, printed) == (ENDS[way], "trained\n")
     *_, verdict = said.split("gradscaler: ")
-    assert verdict.startswith("after 40 steps: ")
+    assert verdict.startswith("after 40 steps, as said above: ")
     assert LINE in words(verdict)
     assert f"  file:   {file}\n" in verdict
     assert f"  report: python -m gradscaler report {file} -o report.html\n" in verdict
     assert read_run(file).num_steps == 40
 
 
-def test_the_place_is_said_once_on_the_way(ended):
+def test_the_place_is_said_once_on_the_way_and_what_to_do_is_said_once(ended):
     before, *_ = ended["raise"].said.split("gradscaler: after")
     assert words(before).count(LINE) == 1
+    assert words(before).count("go back to a checkpoint") == 1
+    assert words(ended["raise"].said).count("go back to a checkpoint") == 1
     assert "FindingWarning" not in before
 
 
@@ -93,6 +97,21 @@ def test_a_step_that_is_watched_names_its_operation(ended):
     assert f"gradscaler: step watched: forward of a function (float32), sqrt at {LINE}: " in found
     assert found.count("step watched") == 1
     assert "step watched" not in ended["raise"].said
+
+
+def test_a_script_that_ends_at_a_nan_is_told_how_to_find_the_operation(ended):
+    status, printed, said, file = ended["looks"]
+    assert (status, printed) == (1, "")
+    assert "Nothing needs fixing" not in said
+    assert "ended after step 29. If it found a NaN, --watch 30 names the operation." in words(said)
+    assert f"  file:   {file}\n" in said
+    again = words(ended["looks again"].said)
+    assert f"step watched: forward of a function (float32), sqrt at {LINE}: " in again
+    assert "--watch" not in again
+
+
+def test_a_step_that_the_run_does_not_reach_is_said_to_be_unwatched(ended):
+    assert "the run ended before step 31, so it was not watched" in words(ended["looks later"].said)
 
 
 FORKS = """

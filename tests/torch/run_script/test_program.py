@@ -74,7 +74,9 @@ def started(tmp_path):
     return start
 
 
-UNWATCHED = "gradscaler: this process did not import PyTorch, so there is no verdict.\n"
+UNWATCHED = (
+    "gradscaler: this process did not import PyTorch or call Keras' fit, so there is no verdict.\n"
+)
 
 
 def ended(process):
@@ -143,6 +145,16 @@ SCALERS = """
     made = torch.amp.GradScaler("cpu"), torch.cuda.amp.GradScaler(), ShardedGradScaler("cpu")
     print(before, *(type(each).__module__ for each in made))
 """
+
+
+@pytest.mark.parametrize("imports", ["sys", "torch, sys"])
+@pytest.mark.parametrize(
+    "end", ["sys.exit(0)", "__import__('argparse').ArgumentParser().parse_args()"]
+)
+def test_a_script_that_ends_before_its_first_step_hears_no_word(started, imports, end):
+    process = started(["--", "script.py", "--help"], f"import {imports}\n{end}")
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (0, "")
 
 
 def test_scalers_become_ours_once_the_script_imports_pytorch(started, tmp_path):

@@ -34,7 +34,7 @@ _GROUPS: tuple[tuple[_Detector, ...], ...] = (
     (calls.clipped_while_scaled,),
     (calls.updated_too_often, calls.unscaled_loss),
     (calls.restarted,),
-    (losses.silent, losses.diverged, over_time.data, caught),
+    (losses.silent, losses.diverged, losses.ran_away, over_time.data, caught),
     (losses.absorbed,),
     (gradient_values.cut_off, gradient_values.dead),
     (calls.stalled,),
@@ -134,9 +134,10 @@ def _normal(evidence: Evidence) -> Finding:
             action = "A call of the scaler raised an error: do what its message says."
         return Finding("normal", "No step was seen yet.", action)
     were = "were" if evidence.skipped > 1 else "was"
-    text = f"{evidence.skipped or 'None'} of {evidence.steps} steps {were} skipped"
+    steps = f"{evidence.steps} {evidence.step_word}s"
+    text = f"{evidence.skipped or 'None'} of {steps} {were} skipped"
     if not evidence.has_scaler:
-        text = f"None of {evidence.steps} steps had a gradient of NaN or Inf"
+        text = f"None of {steps} had a gradient of NaN or Inf"
     if evidence.skipped and evidence.is_elsewhere:
         text += ", because another rank's gradients overflowed while this one's were finite."
         is_unusual = evidence.has_many_skips or (evidence.scale is not None and evidence.scale < 1)
@@ -145,10 +146,10 @@ def _normal(evidence: Evidence) -> Finding:
         return Finding("normal", text, _nothing(evidence))
     if bad := [step.step for step in evidence.past if step.has_bad_loss]:
         listed = " and ".join(map(str, bad[-2:]))
-        steps = "steps" if len(bad) > 1 else "step"
+        numbers = f"step{'s' * (len(bad) > 1)} {listed}"
         return Finding(
             "normal",
-            f"{text}, and the loss itself was NaN or Inf in {steps} {listed}.",
+            f"{text}, and the loss itself was NaN or Inf in {numbers}.",
             "So few batches do no harm; look at them if more follow.",
             steps=tuple(bad[-2:]),
         )

@@ -38,7 +38,7 @@ def applied(evidence: Evidence) -> Finding | None:
     then = replace(
         evidence, skips=(skip,), located=_place(bad, evidence), past=past, parameter=None
     )
-    so = f"step {bad.step} was applied with gradients of Inf or NaN"
+    so = f"{evidence.step_word} {bad.step} was applied with gradients of Inf or NaN"
     finding = (
         bad_parameter(then, f"so {so}")
         or diverged(then)
@@ -65,11 +65,12 @@ def _of_gradients(evidence: Evidence, bad: BadStep) -> Finding:
     first, found = nan or bad.nonfinite[0], bad.located
     what = "NaN" if first.num_nan else "Inf"
     at = at_line(found, ", by the gradient of")
+    this = f"{evidence.step_word} {bad.step}"
     loss = ", though the loss is finite" if bad.loss is not None else ""
     if evidence.world_size > 1 and (found is None or found.is_likely):
         cause = (
-            f"The gradient of {first.name} is {what}{loss} on this rank, and step {bad.step} was "
-            "applied with it: it may come from another rank."
+            f"The gradient of {first.name} is {what}{loss} on this rank, and {this} was applied "
+            "with it: it may come from another rank."
         )
         return Finding("elsewhere", cause, EXPLAIN_ALL, first.name)
     action = of_backward(found)
@@ -77,8 +78,7 @@ def _of_gradients(evidence: Evidence, bad: BadStep) -> Finding:
         action = _IN_FLOAT16 if evidence.is_in_float16 else _OVERFLOW
     return Finding(
         "nan",
-        f"The gradient of {first.name} is {what}{at}{loss}, and step {bad.step} was applied with "
-        "it.",
+        f"The gradient of {first.name} is {what}{at}{loss}, and {this} was applied with it.",
         at_any_scale(action, evidence),
         first.name,
         None if found is None else found.line,

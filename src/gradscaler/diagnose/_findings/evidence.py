@@ -76,6 +76,11 @@ class Evidence:
         return self.world_size > 1 and self.is_finite_here
 
     @property
+    def step_word(self) -> str:
+        """A word for a step; if optimizers take turns, as in a GAN, the user counts fewer."""
+        return "optimizer step" if self.calls.get("switched") else "step"
+
+    @property
     def has_many_skips(self) -> bool:
         """Whether more steps were skipped than a loss scale needs to settle."""
         return self.skipped > max(_FEW, self.steps / 10)

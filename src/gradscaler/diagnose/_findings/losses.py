@@ -15,9 +15,10 @@ from gradscaler.diagnose._record.step import Step
 _EXPLODED = 50.0  # times the loss before
 _GREW = 10.0  # times the norm of the first weights
 _RECENT = 20  # steps
-_SOON = 5  # steps from an exploded loss to an overflow that it explains
+_SOON = 5  # steps from an exploded loss to an overflow that it explains, or from the start
 _FEW = 3  # steps that a finding lists
 _FEW_SAMPLES = 2
+_RAN_AWAY = 1e3  # times the first loss; targets that grow by design rarely take the weights along
 _OFTEN = 0.3  # the share of the latest steps that fail if it diverges; as targets grow, fewer fail
 
 
@@ -117,7 +118,7 @@ def diverged(evidence: Evidence) -> Finding | None:
     skips = "steps are skipped"
     bad, at_any_scale = evidence.bad_step, "It diverges at any scale: go"
     if bad is not None:
-        skips, at_any_scale = f"step {bad.step} was applied with them", "Go"
+        skips, at_any_scale = f"{evidence.step_word} {bad.step} was applied with them", "Go"
         if loss is not None and loss[1].step < bad.step - _SOON:
             return None  # a spike that had passed
     elif evidence.skips:
@@ -130,6 +131,37 @@ def diverged(evidence: Evidence) -> Finding | None:
         "clip gradients.",
         where,
         count=evidence.skips_in_a_row,
+    )
+
+
+def ran_away(evidence: Evidence) -> Finding | None:
+    """A loss and weights that grow, stay finite and do not come back.
+
+    A script that changes its loss is not meant. Its loss grows in one step, long before the weights
+    do.
+    """
+    first, weights = evidence.first, evidence.optimizers and evidence.optimizers.weights
+    losses = [step for step in evidence.past if _is_finite(step.loss)]
+    if first is None or not _is_finite(first.loss) or not _size(first) or not weights:
+        return None
+    low = [place for place, step in enumerate(losses) if _size(step) < _RAN_AWAY * _size(first)]
+    start = low[-1] + 1 if low else 0
+    since, before = losses[start:], losses[max(start - _RECENT, 0) : start]
+    if len(since) < _RECENT or not 0 < _GREW * weights[0] <= weights[1]:
+        return None
+    is_sudden = bool(before) and _size(since[0]) > _EXPLODED * max(map(_size, before))
+    if is_sudden and since[0].step > _SOON and not growth_of_rate(evidence):
+        return None
+    last = since[-1]
+    return Finding(
+        "divergence",
+        f"The loss went from {first.loss:g} to {last.loss:g} (step {last.step}) and the weights' "
+        f"norm from {weights[0]:g} to {weights[1]:g}{growth_of_rate(evidence)}, and neither comes "
+        "back.",
+        "Go back to an earlier checkpoint, lower the learning rate or warm it up, and clip "
+        "gradients; look for a loss without a lower bound, or with the wrong sign.",
+        count=len(since),
+        is_certain=False,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 from gradscaler.diagnose._gradients.reading import Reading, Tensor, largest_of, read
@@ -153,7 +154,7 @@ def _most_suspect(edge: _Edge, values: Values) -> _Edge:
         return hidden[0]
     if _is_nan_in_all_rows(edge, values):  # a mask that is added
         return next((each for each in suspects if _adds_unknown(each[0])), edge)
-    if _RISKY.search(operation_of(edge[0])):
+    if _is_risky(edge[0], values):
         return edge
     return min([*suspects, edge], key=lambda e: (operation_of(e[0]) in _ADDS) != values.has_nan)
 
@@ -168,6 +169,12 @@ def _adds_unknown(node: Node) -> bool:
     return operation_of(node) in _ADDS and reads_unknown(node)
 
 
+def _is_risky(node: Node, values: Values) -> bool:
+    """Whether a node often makes a bad number of finite ones, as no division by 1 or more does."""
+    divisor = smallest_divisor(node, values)
+    return bool(_RISKY.search(operation_of(node))) and not (divisor is not None and divisor >= 1)
+
+
 def largest_input(node: Node, values: Values) -> float:
     """The largest magnitude of a node's inputs; NaN if none is known."""
     found = list(_inputs(node, values))
@@ -179,6 +186,9 @@ def smallest_divisor(node: Node, values: Values) -> float | None:
     if not _DIVIDES.search(operation_of(node)):
         return None
     divisor = values.constants.get(node, {}).get("other")
+    if divisor is None:  # it may be a whole number in the code, of which no NaN comes
+        with suppress(Exception):
+            divisor = getattr(node, "_saved_other", None)
     before, number = node.next_functions[-1]
     if divisor is None and before is not None:
         divisor = values.tensor(before, number)

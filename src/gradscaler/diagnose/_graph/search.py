@@ -50,6 +50,11 @@ class Search:
         """The first Inf or NaN that reached a result, or else the gradient of a leaf; or None."""
         return next(iter([*self._in_forward, *self._in_backward]), None)
 
+    @property
+    def latest(self) -> Located | None:
+        """Where the latest Inf or NaN was made, which may have reached no result yet."""
+        return self._sources.latest
+
     def start(self) -> None:
         """Start searching."""
         self._lines.start()

@@ -58,6 +58,12 @@ class Sources:
         made = (each for _, each in self._sources.values() if each.kind == "forward")
         return next((each for each in made if each.parameter is None), None)
 
+    @property
+    def latest(self) -> Located | None:
+        """Where the latest Inf or NaN was made that is still there; None if there is none."""
+        kept = reversed(self._sources.values())
+        return next((source for tensor, source in kept if read(tensor).state == "bad"), None)
+
     def _see_graphed(self, call: Call) -> None:
         """Note the nodes that made, or were given, an Inf or NaN that was made before them."""
         for tensor in call.inputs:

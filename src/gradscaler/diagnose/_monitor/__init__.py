@@ -105,8 +105,9 @@ class Monitor:
 
     Args:
         scaler: a scaler from gradscaler. For JAX, the scaler before the first step, or an optax
-            state that holds one. For MindSpore, a manager, a functional scaler or a train step.
-            None for a loop of PyTorch without a scaler; one that is disabled counts as None there.
+            state that holds one. For Keras 3, its own wrapper will do. For MindSpore, a manager, a
+            functional scaler or a train step. None for a loop of PyTorch without a scaler; one that
+            is disabled counts as None there.
         model: the source of the parameters' names; several models in a list, or in a dict by the
             names to give them, such as ``{"generator": generator, "critic": critic}``. In PyTorch,
             TensorPlay and Paddle, its modules are inspected in watched steps. Without a scaler, it
@@ -434,6 +435,8 @@ def _framework_of(scaler: object) -> str:
     for base in type(scaler).__mro__:
         package, _, rest = base.__module__.partition(".")
         framework = rest.partition(".")[0]
+        if package == "keras":  # its own wrapper
+            return package
         if package == "gradscaler" and not framework.startswith("_"):  # shared by adapters
             return framework
     return "jax"  # the state of an optax optimizer

@@ -61,10 +61,9 @@ def _announcing(backward: Callable[..., None]) -> Callable[..., None]:
         if _state.is_inside:
             backward(tensors, grad_tensors, *args, **kwargs)
             return
-        listeners, _state.is_inside = list(_listeners), True
+        _state.is_inside = True
         try:
-            for each in listeners:
-                each.before_backward(_losses_in(tensors))
+            listeners = _tell_before(_losses_in(tensors))
             backward(tensors, grad_tensors, *args, **kwargs)
         finally:
             _state.is_inside = False
@@ -72,6 +71,16 @@ def _announcing(backward: Callable[..., None]) -> Callable[..., None]:
             each.after_backward()
 
     return announced
+
+
+def _tell_before(losses: Sequence[Tensor]) -> list[BackwardListener]:
+    """Tell all listeners of a backward pass that begins, also those that join meanwhile."""
+    told: list[BackwardListener] = []
+    while joined := [each for each in _listeners if each not in told]:
+        for each in joined:
+            told.append(each)
+            each.before_backward(losses)
+    return told
 
 
 def _losses_in(tensors: Any) -> list[Tensor]:

@@ -136,10 +136,10 @@ class EagerObserver(StepSource):
 
     def _see_before_step(self, iteration: Iteration, optimizer: object) -> None:
         """Note what an optimizer's parameters and gradients show before its step."""
-        if iteration.is_first:
-            self.parameters.note_norms(optimizer)
-            if self._is_resumed(optimizer) and "resumed" not in iteration.calls:
-                iteration.calls.append("resumed")
+        self.parameters.note_norms(optimizer)
+        is_new = iteration.is_first and "resumed" not in iteration.calls
+        if is_new and self._is_resumed(optimizer):
+            iteration.calls.append("resumed")
         self._used.before_step(optimizer, iteration, self._held.names.get(id(optimizer), ""))
         for setting in bad_settings_of(optimizer):
             iteration.calls.append(f"nonfinite {setting}")

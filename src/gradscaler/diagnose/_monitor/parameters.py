@@ -103,8 +103,10 @@ class OptimizersParameters:
         """
         is_matrix = [p.ndim > 1 for p in self.named(optimizer).values()]
         both = self._norms.get(id(optimizer), []), self._norms_of(optimizer)
+        if any(len(norms) != len(is_matrix) for norms in both):  # parameters were added
+            return None
         first, now = (math.hypot(*map(float, compress(norms, is_matrix))) for norms in both)
-        return (first, now) if all(map(math.isfinite, (first, now))) and all(both) else None
+        return (first, now) if math.isfinite(first) and math.isfinite(now) else None
 
     def _norms_of(self, optimizer: object) -> list[Tensor]:
         """The norm of each parameter, which may be on a device; empty if they cannot be taken."""

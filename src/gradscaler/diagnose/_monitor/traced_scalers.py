@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from gradscaler.diagnose._gradients.arrays import to_numpy
-from gradscaler.policies import Scalar
+from gradscaler.policies import DynamicScale, Scalar
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ def policy_of(scaler: object) -> Any:
         part = getattr(part, "scaler", part)
         part = getattr(part, "loss_scaling_manager", None) or part
         part = getattr(part, "observed", part)  # an eager scaler's
+        if _is_of_keras_itself(part):
+            return DynamicScale.keras(part.initial_scale, part.dynamic_growth_steps)
         return getattr(part, "policy", part)
     return scaler
 
@@ -89,12 +91,20 @@ def _of_jax(scaler: Any) -> ScalerState:
 
 
 def _of_keras(optimizer: Any) -> ScalerState:
+    if _is_of_keras_itself(optimizer):
+        scale = optimizer.dynamic_scale + 0 if optimizer.built else optimizer.initial_scale
+        return ScalerState(scale, applied=optimizer.inner_optimizer.iterations + 0)
     counter = optimizer.dynamic_counter
     is_keras_3 = hasattr(optimizer, "dynamic_scale")  # tf-keras counts skipped steps too
     applied = optimizer.inner_optimizer.iterations + 0 if is_keras_3 else None
     return ScalerState(
         optimizer.loss_scale, None if counter is None else counter + 0, None, applied
     )
+
+
+def _is_of_keras_itself(part: object) -> bool:
+    """Whether a part is the wrapper of Keras 3, which `gradscaler run` leaves in place."""
+    return hasattr(part, "dynamic_growth_steps") and not hasattr(part, "dynamic_counter")
 
 
 def _of_mindspore(scaler: Any) -> ScalerState:

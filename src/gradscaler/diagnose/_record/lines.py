@@ -123,7 +123,7 @@ class Optimizers:
             holds.
         rate: the largest learning rate; None if it is not known.
         unscaled: the names of parameters with a gradient that no scaled loss reaches.
-        weights: the norm of an optimizer's matrices at its first sample, and now; None if it was
+        weights: the norm of an optimizer's matrices before its first step, and now; None if it was
             not taken.
     """
 

@@ -1,0 +1,153 @@
+"""Keras' ``fit``: a callback in every list of callbacks, whatever the backend."""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import math
+import os
+from functools import partial, wraps
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import keras
+
+from gradscaler._run_script.files import RunFiles
+from gradscaler._run_script.options import MOST_RUNS, STOPPED
+from gradscaler._run_script.termination import before_termination
+from gradscaler._run_script.voice import guarded, say
+from gradscaler._run_script.watched_run import WatchedRun
+from gradscaler.diagnose._monitor.recorder import RecordedParameters
+
+_NEXT = {
+    "tensorflow": "To find the operation, call tf.debugging.enable_check_numerics() first.",
+    "jax": "To find the operation, set JAX_DEBUG_NANS=True.",
+    "torch": "To find the operation, call torch.autograd.set_detect_anomaly(True) first.",
+}
+_CURES = (
+    "Look at the batch, at logarithms, roots and divisions by 0 in the loss, lower the learning "
+    "rate, and clip gradients (clipnorm)."
+)
+
+
+class Fits:
+    """Looks at the losses of each ``fit``, and puts a monitor on its loss-scaling optimizer.
+
+    Keras' own LossScaleOptimizer stays as it is, so that a saved model can be loaded without
+    gradscaler.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options, self._files = options, RunFiles(options.folder)
+        self._process = os.getpid()
+        self._losses = WeakKeyDictionary[Any, Losses]()  # by optimizer
+        self._scaled = WeakKeyDictionary[Any, WatchedRun]()  # the latest keeps its model alive
+        self._to_end: list[Losses] = []
+
+    def start(self) -> None:
+        """Watch each ``fit`` from now on."""
+        kind = keras.callbacks.CallbackList
+        initialize = kind.__init__
+
+        @wraps(initialize)
+        def initialized(own: Any, callbacks: Any = None, *args: Any, **kwargs: Any) -> None:
+            ours = self._callbacks_for(kwargs.get("model"))
+            initialize(own, [*keras.tree.flatten(callbacks or []), *ours], *args, **kwargs)
+
+        kind.__init__ = initialized
+
+    def _callbacks_for(self, model: Any) -> list[Any]:
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is None or os.getpid() != self._process:
+            return []
+        if optimizer not in self._losses and len(self._to_end) < MOST_RUNS:
+            guarded(partial(self._begin, optimizer, model))
+        runs = self._losses.get(optimizer), self._scaled.get(optimizer)
+        return [run.callback() for run in runs if run is not None]
+
+    def _begin(self, optimizer: Any, model: Any) -> None:
+        if not self._options.is_fitted:
+            self._options.is_fitted = True
+            before_termination(self._end)
+        is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        self._losses[optimizer] = Losses(is_scaled, self._options)
+        self._to_end.append(self._losses[optimizer])
+        if is_scaled:
+            self._end_scaled()
+            given = optimizer, model, self._files.next(), self._options
+            self._scaled[optimizer] = WatchedRun(*given)
+        atexit.unregister(self._end)
+        atexit.register(self._end)  # before monitors close by themselves
+
+    def _end_scaled(self) -> None:
+        for run in list(self._scaled.values()):
+            run.end()
+        self._scaled.clear()
+
+    def _end(self) -> None:
+        if os.getpid() == self._process:
+            self._end_scaled()
+            while self._to_end:
+                self._to_end.pop(0).end()
+
+
+class Losses:
+    """The losses that Keras gives its callbacks: the mean of an epoch so far.
+
+    Keras may call a callback of batches from several threads, while it trains on. So a later batch
+    may come first, and the model can be read only at the end of an epoch.
+    """
+
+    def __init__(self, is_scaled: bool, options: argparse.Namespace) -> None:
+        self._may_stop, self._is_scaled = options.stop and not is_scaled, is_scaled
+        self._num_epochs = 0
+        self._first: tuple[int, int, float] | None = None  # epoch, batch and loss, not finite
+        self._weights = ""  # a clause about them after that
+
+    def callback(self) -> Any:
+        """A callback that looks at the loss after each batch, which is on the host then."""
+        losses = self
+
+        class Looking(keras.callbacks.Callback):  # type: ignore[misc] # untyped base
+            async_safe = not losses._may_stop
+            epoch = 0
+
+            def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+                losses._num_epochs += 1
+                self.epoch = epoch + 1
+
+            def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+                loss = (logs or {}).get("loss", 0.0)
+                if not math.isfinite(loss):
+                    losses._see_bad((self.epoch, batch + 1, loss))
+
+            def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+                if losses._first is not None and not losses._weights:
+                    guarded(partial(losses._look_at, self.model))
+
+        return Looking()
+
+    def _see_bad(self, found: tuple[int, int, float]) -> None:
+        is_first, self._first = self._first is None, min(self._first or found, found)
+        if is_first:
+            say(f"{_named(found)}. {_CURES} {_NEXT.get(keras.backend.backend(), '')}")
+        if self._may_stop:
+            raise SystemExit(STOPPED)
+
+    def _look_at(self, model: Any) -> None:
+        bad = next(iter(RecordedParameters(model).nonfinite()), None)
+        weights = "all weights were finite" if bad is None else f"{bad.name} was not finite"
+        self._weights = f"; {weights} at the end of the epoch"
+
+    def end(self) -> None:
+        """Print what the losses show, unless they are finite and a monitor gives a verdict."""
+        after = f"after {self._num_epochs:,} epoch{'s' * (self._num_epochs != 1)} of fit"
+        if self._first is not None:
+            say(f"{after}: {_named(self._first)}, the first that is not finite{self._weights}.")
+        elif self._num_epochs and not self._is_scaled:
+            say(f"{after}: the losses are finite.")
+
+
+def _named(found: tuple[int, int, float]) -> str:
+    epoch, batch, loss = found
+    return f"The loss is {loss:g} at batch {batch} of epoch {epoch}"
