@@ -121,8 +121,9 @@ class GraphWatch:
     def _is_bad(self, loss: Tensor) -> bool:
         """Whether a loss is not finite; False if it was not read."""
         own = local(loss).detach()
-        may_read = self._has_failed or own.device.type == "cpu"
-        return may_read and not math.isfinite(float(own.sum()))
+        if not self._has_failed and own.device.type != "cpu":
+            return False
+        return not math.isfinite(float(own if own.numel() == 1 else own.sum()))
 
     def _spend(
         self, read: Callable[[GraphReader, Tensor], None], loss: Tensor, is_due: bool = False

@@ -45,6 +45,8 @@ class UsedGradients:
         self._used = {}
         for key, alive in self._parameters.items():
             gradient = getattr(alive(), "grad", None)
+            if gradient is None:
+                continue
             with suppress(Exception):  # a sparse gradient has no amax; it is left out
                 part = local(gradient).detach()
                 version = part._version if self._counts_changes else 0
