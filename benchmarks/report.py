@@ -44,6 +44,7 @@ SECTIONS = {  # the headings on a page; any other benchmark is of a whole step
     "torch_loop": "A whole loop of a small model",
     "torch_master_weights": "Weights in 16 bits, beside float32 ones",
     "torch_monitor": "With a monitor",
+    "torch_run": "Under gradscaler run, without a scaler",
     "keras_optimizer.jax": "On JAX",
     "keras_optimizer.tensorflow": "On TensorFlow",
     "keras_optimizer.torch": "On PyTorch",
@@ -131,8 +132,9 @@ does nothing, so its rows measure scaling alone. `make bench` repeats all measur
 NOTES = {
     "torch": """"Added to fused AdamW" is the time beyond the median of its bare step. "Clipping" is
 by the norm, in both. With two processes, "native" is FSDP's `ShardedGradScaler`. With a monitor,
-"native" is gradscaler without a monitor. With weights in 16 bits, "ours" is `MasterWeights`, and
-"native" is PyTorch's scaler and the same AdamW on float32 weights.
+"native" is gradscaler without a monitor; under `gradscaler run`, it is the script by itself. With
+weights in 16 bits, "ours" is `MasterWeights`, and "native" is PyTorch's scaler and the same AdamW
+on float32 weights.
 """,
     "jax": """JAX has no scaler of its own: "native" is flax's, jmp's or the step without scaling,
 as the row says. "Compilation" is the time to compile the step, once in a run.
