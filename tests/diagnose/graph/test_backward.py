@@ -174,6 +174,32 @@ def test_the_bad_gradients_bound_the_part_that_is_suspected():
     assert training.located.is_likely
 
 
+class Marred(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs, is_bad):
+        ctx.is_bad = is_bad
+        return inputs * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (math.nan if ctx.is_bad else 2), None
+
+
+def root(out, is_bad):
+    return (out - out.detach() * is_bad).square().sum(1).sqrt()
+
+
+@pytest.mark.parametrize(("function", "name"), [(root, "sqrt"), (Marred.apply, "Marred")])
+def test_parameters_before_a_mask_that_no_nan_passes_hide_no_operation(function, name):
+    def loss_of(model, x, is_bad):
+        hidden = torch.where(torch.tensor(is_bad), 0.0, model.encoder(x))
+        return function(model.head(hidden), is_bad).mean()
+
+    training = Training(loss_of).steps("...!.")
+    assert training.located.operation == name
+    assert training.located.is_likely
+
+
 def hooks_and_modes(training, flag):
     """The hooks on the nodes of a step's graph, and whether tracebacks were kept."""
     seen = []

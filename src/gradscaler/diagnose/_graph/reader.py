@@ -140,8 +140,13 @@ class GraphReader:
         return replace(found, operation=site.operation, line=site.line, is_likely=True)
 
     def only_steep(self, part: Sequence[Node]) -> Located | None:
-        """The place of the only operation in a part of the graph whose gradient can be bad."""
-        steep = [self.likely(node) for node in part if is_steep(node)]
+        """The place of the only operation in a part of the graph whose gradient can be bad.
+
+        If none of PyTorch's is so, it is the only function written in Python.
+        """
+        steep = [node for node in part if is_steep(node)]
+        own = [node for node in part if is_custom(node) and not is_opaque(node)]
+        steep = [self.likely(node) for node in steep or own]
         return steep[0] if steep and all(each.is_at(steep[0]) for each in steep) else None
 
     def _summand_of(self, node: Node, loss: Node) -> str | None:

@@ -49,7 +49,11 @@ class RetainedGraph:
             bad: the ids of the parameters whose gradient is not finite.
             good: those of the parameters whose gradient is.
         """
-        part = part_of(self.nodes, bad, good)
+        # A relu or a mask may pass no NaN on to parameters before it, so they bound nothing then.
+        parts = part_of(self.nodes, bad, good), part_of(self.nodes, bad, ())
+        return next(filter(None, (self._located_in(part, reader) for part in parts)), None)
+
+    def _located_in(self, part: Sequence[Node], reader: GraphReader) -> Located | None:
         for node in part:  # the first that made an Inf or NaN, which the loss left out
             for tensor in self._kept.get(node, {}).values():
                 if read(tensor).state == "bad":

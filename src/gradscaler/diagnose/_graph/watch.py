@@ -237,9 +237,11 @@ class GradientWatch:
     def watch(self, reader: GraphReader, _: Tensor) -> None:
         """Watch the next backward pass through a graph."""
         part = part_of(reader.nodes, self._bad, self._good)
-        self.likely, self._reader = reader.only_steep(part), reader
-        # A second derivative reaches other parameters too, through what it does not pass.
-        suspects = list(suspects_in(part)) or suspects_in(part_of(reader.nodes, self._bad, ()))
+        # A second derivative reaches other parameters too, through what it does not pass; and a
+        # relu or a mask may pass no NaN on to those before it.
+        wider = part_of(reader.nodes, self._bad, ())
+        self.likely, self._reader = reader.only_steep(part) or reader.only_steep(wider), reader
+        suspects = list(suspects_in(part)) or suspects_in(wider)
         for node in suspects:
             self._handles.append(node.register_hook(partial(weakly(self._after), node)))
 
