@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "(SCRIPT | -m MODULE) ..."
     )
     output = "the folder of the run files (%(default)s)"
-    parser.add_argument("-o", "--output", type=Path, default=FOLDER, metavar="FOLDER", help=output)
+    parser.add_argument(
+        "-o", "--output", type=_folder, default=FOLDER, metavar="FOLDER", help=output
+    )
     every = "sample the gradients of one step in N, on average (%(default)s)"
     parser.add_argument("--every", type=_positive, default=100, metavar="N", help=every)
     watch = "watch each operation of this step, from 2 on, which takes as long as some steps"
@@ -42,6 +45,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="SCRIPT ...",
         help="the script or the module, and its arguments",
     )
+
+
+def _folder(text: str) -> Path:
+    """A folder that exists or can be made, which a long training must not find out at its start."""
+    path = Path(text).absolute()
+    there = next(each for each in (path, *path.parents) if each.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write to {there}")
+    return Path(text)
 
 
 def _number(text: str, least: int) -> int:

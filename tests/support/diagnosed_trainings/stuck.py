@@ -398,6 +398,23 @@ def averaged_weights_become_inf(setting: Setting) -> None:
     fit(setting, model, loss_of, bad + 40)
 
 
+@training("loss", None, r"Another module .* by (linear|matmul) .*average's decay")
+def averaged_weights_grow_without_end(setting: Setting) -> None:
+    """The loss grows, too, but the model does not diverge."""
+    model, teacher = mlp(16, 32, 4), mlp(16, 32, 4).requires_grad_(False)
+
+    def loss_of(step: int) -> Tensor:
+        decay = 1 + step / setting.pick(200, 300)
+        with torch.no_grad():
+            for mean, now in zip(teacher.parameters(), model.parameters(), strict=True):
+                mean.mul_(decay).add_(now, alpha=1 - decay)
+        inputs = torch.randn(32, 16)
+        outputs, target = model(inputs).float(), teacher(inputs).float()
+        return outputs.square().mean() + 0.01 * (outputs - target).square().mean()
+
+    fit(setting, model, loss_of, 140)
+
+
 @training("loss", None, "zero_infinity")
 def a_target_that_is_longer_than_its_input(setting: Setting) -> None:
     model = mlp(16, 32, 5)

@@ -105,8 +105,9 @@ def test_a_class_of_the_script_is_unpickled_in_a_spawned_process_that_nothing_wa
         (["-m", "nothing"], 1, "No module named nothing"),
         (["-m", "package.nothing"], 1, "No module named package.nothing"),
         (["--every", "0", "script.py"], 2, "--every: must be a whole number of at least 1"),
+        (["-o", f"{sys.executable}/runs", "script.py"], 2, "--output: cannot write to"),
     ],
-    ids=["none", "script", "module", "inner", "every"],
+    ids=["none", "script", "module", "inner", "every", "folder"],
 )
 def test_what_cannot_be_run_is_said(started, command, status, says):
     process = started(command, "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from gradscaler.diagnose._findings import calls, gradient_values, losses, optimizers, over_time
+from gradscaler.diagnose._findings.advice import seen_in
 from gradscaler.diagnose._findings.bad_steps import applied
 from gradscaler.diagnose._findings.caught import caught
 from gradscaler.diagnose._findings.evidence import Evidence
@@ -149,7 +150,7 @@ def _normal(evidence: Evidence) -> Finding:
         numbers = f"step{'s' * (len(bad) > 1)} {listed}"
         return Finding(
             "normal",
-            f"{text}, and the loss itself was NaN or Inf in {numbers}.",
+            f"{text}, and the loss itself was NaN or Inf in {numbers}{seen_in(evidence.watched)}.",
             "So few batches do no harm; look at them if more follow.",
             steps=tuple(bad[-2:]),
         )

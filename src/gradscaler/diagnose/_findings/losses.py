@@ -96,8 +96,8 @@ def diverged(evidence: Evidence) -> Finding | None:
     weights = evidence.weights
     if weights is not None and not 0 < _GREW * weights[0] <= weights[1] < math.inf:
         weights = None
-    if loss is None and weights is None:
-        return None
+    if weights is None and (loss is None or _is_in_another_module(evidence)):
+        return None  # the trained weights stand; those of a teacher may have grown
     latest = evidence.past[-_RECENT:]
     num_failed = sum(step.skipped or step.has_bad_loss for step in latest)
     if not evidence.skips and num_failed <= _OFTEN * len(latest):
@@ -132,6 +132,14 @@ def diverged(evidence: Evidence) -> Finding | None:
         where,
         count=evidence.skips_in_a_row,
     )
+
+
+def _is_in_another_module(evidence: Evidence) -> bool:
+    """Whether the first Inf or NaN was made in a module that is not the model's."""
+    located = evidence.located or evidence.watched
+    if located is None or located.kind != "forward":
+        return False
+    return located.module is None and bool(located.type)
 
 
 def ran_away(evidence: Evidence) -> Finding | None:

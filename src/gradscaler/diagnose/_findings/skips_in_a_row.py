@@ -25,6 +25,10 @@ EXPLAIN_ALL = (
 )
 _STATISTICS = "running_mean", "running_var"  # buffers that forward passes write
 _KEPT = "kept from step to step (averaged weights, statistics, a queue)"
+_UNTRAINED = (
+    "run it in float32 (autocast(enabled=False)), or look at what writes its weights: an "
+    "average's decay must be below 1"
+)
 _LOOK_AT = (
     "look at the data and how they are prepared, such as 0 / 0 (a deviation, sum or count of 0, "
     "the deviation of one element) or 0 * Inf (a mask)"
@@ -139,10 +143,11 @@ def of_forward_pass(evidence: Evidence, skipped: str) -> Finding | None:
         maker = f"Another module ({located.type})" if located.type else outside
     counts = (located.num_inf, "Inf"), (located.num_nan, "NaN")
     made = " and ".join(f"{count} {what}" for count, what in counts if count)
+    action = _UNTRAINED if module is None and located.type else of_forward(located)
     return Finding(
         kind,
         f"{maker} makes {made} in {located.dtype}{at_line(located)}{_from(located)}, so {skipped}.",
-        at_any_scale(of_forward(located), evidence),
+        at_any_scale(action, evidence),
         "the model" if module == "" else module,
         located.line,
     )
