@@ -20,7 +20,9 @@ ALLOWED = {
     "_version",  # PyTorch's count of changes in place, which has no public name
     "_sequence_nr",  # of PyTorch's nodes, documented with its profiler
     "_input_metadata",  # the dtype and the shape of a node's result, which have no public name
-    "_saved_exponent",  # one of the tensors and numbers that a node keeps, documented by this form
+    "_saved_exponent",  # these are tensors and numbers that a node keeps, documented by this form
+    "_saved_other",
+    "_base",  # of a view in PyTorch, which its documents of views name
     "_schema",  # of PyTorch's operators, in its documents of custom operators
     "_foreach_norm",  # one pass over many tensors, as in PyTorch's own clipping
     "_checks",  # modules of ours that every package uses

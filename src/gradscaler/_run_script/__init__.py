@@ -66,6 +66,6 @@ def _watch(options: argparse.Namespace) -> None:
 
 def _watch_fits(options: argparse.Namespace) -> None:
     """Watch each ``fit`` of this process, now that Keras is imported."""
-    from gradscaler._run_script.keras_fit import Fits
+    from gradscaler._run_script.fits import Fits
 
     Fits(options).start()

@@ -6,11 +6,10 @@ import argparse
 import atexit
 import math
 import os
+import sys
 from functools import partial, wraps
 from typing import Any
 from weakref import WeakKeyDictionary
-
-import keras
 
 from gradscaler._run_script.files import RunFiles
 from gradscaler._run_script.options import MOST_RUNS, STOPPED
@@ -46,6 +45,7 @@ class Fits:
 
     def start(self) -> None:
         """Watch each ``fit`` from now on."""
+        keras = _keras()
         kind = keras.callbacks.CallbackList
         initialize = kind.__init__
 
@@ -69,7 +69,7 @@ class Fits:
         if not self._options.is_fitted:
             self._options.is_fitted = True
             before_termination(self._end)
-        is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        is_scaled = isinstance(optimizer, _keras().optimizers.LossScaleOptimizer)
         self._losses[optimizer] = Losses(is_scaled, self._options)
         self._to_end.append(self._losses[optimizer])
         if is_scaled:
@@ -108,7 +108,7 @@ class Losses:
         """A callback that looks at the loss after each batch, which is on the host then."""
         losses = self
 
-        class Looking(keras.callbacks.Callback):  # type: ignore[misc] # untyped base
+        class Looking(_keras().callbacks.Callback):  # type: ignore[misc] # untyped base
             async_safe = not losses._may_stop
             epoch = 0
 
@@ -130,7 +130,7 @@ class Losses:
     def _see_bad(self, found: tuple[int, int, float]) -> None:
         is_first, self._first = self._first is None, min(self._first or found, found)
         if is_first:
-            say(f"{_named(found)}. {_CURES} {_NEXT.get(keras.backend.backend(), '')}")
+            say(f"{_named(found)}. {_CURES} {_NEXT.get(_keras().backend.backend(), '')}")
         if self._may_stop:
             raise SystemExit(STOPPED)
 
@@ -151,3 +151,8 @@ class Losses:
 def _named(found: tuple[int, int, float]) -> str:
     epoch, batch, loss = found
     return f"The loss is {loss:g} at batch {batch} of epoch {epoch}"
+
+
+def _keras() -> Any:
+    """Keras, which the script has imported."""
+    return sys.modules["keras"]
