@@ -150,9 +150,12 @@ def ran_away(evidence: Evidence) -> Finding | None:
     """
     first, weights = evidence.first, evidence.optimizers and evidence.optimizers.weights
     losses = [step for step in evidence.past if _is_finite(step.loss)]
-    if first is None or not _is_finite(first.loss) or not _size(first) or not weights:
+    if first is None or first.loss is None or not 0 < _size(first) < math.inf or not weights:
         return None
-    low = [place for place, step in enumerate(losses) if _size(step) < _RAN_AWAY * _size(first)]
+    most = _RAN_AWAY * _size(first)
+    if losses and (losses[-1].loss or 0) < first.loss:  # as a log density may, from one near 0
+        most = max(most, _RAN_AWAY)
+    low = [place for place, step in enumerate(losses) if _size(step) < most]
     start = low[-1] + 1 if low else 0
     since, before = losses[start:], losses[max(start - _RECENT, 0) : start]
     if len(since) < _RECENT or not 0 < _GREW * weights[0] <= weights[1]:

@@ -96,8 +96,9 @@ def _is_bad(norm: float) -> bool:
 
 
 def _norms(gradients: list[Tensor], order: float) -> Tensor:
-    """The norm of each gradient, of an order."""
+    """The norm of each gradient, of an order; of a distributed one, of this process' part."""
     torch: Any = sys.modules["torch"]
+    gradients = [each if type(each) is torch.Tensor else local(each) for each in gradients]
     with torch.no_grad():
         try:
             return torch.stack(torch._foreach_norm(gradients, order))
