@@ -108,3 +108,20 @@ def test_the_first_bad_step_is_told_when_it_happens_with_its_operation_and_line(
     assert len(told) == 1  # what follows are its consequences
     assert read_run(path).verdict == monitor.verdict
     assert monitor.verdict.findings == (finding,)
+
+
+def test_a_loop_that_goes_back_after_each_bad_step_is_told_once_and_goes_on():
+    model, told = torch.nn.Linear(4, 1), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+    with Monitor(model=model, tell=told.append) as monitor:
+        for step in range(1, 61):
+            divisor = 0.0 if step in (10, 40) else 1.0
+            loss = (model(torch.ones(8, 4)) / torch.full((1,), divisor)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            model.load_state_dict(first)
+    assert len(told) == 1
+    assert "step 10 was applied" in told[0].cause
+    assert len(monitor.history) == 60

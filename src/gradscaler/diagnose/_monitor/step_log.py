@@ -203,10 +203,11 @@ class StepLog:
             return
         self.counts = self.counts._replace(evidence=before.evidence.after(line))
         self._write(line)
-        findings = [each for each in self._judge(self).findings if each.text not in self._told][:1]
-        self._filter.note(findings[0])
-        if self._on_stuck != "continue":
-            self._tell(findings)
+        new = [each for each in self._judge(self).findings if each.text not in self._told]
+        for finding in new[:1]:  # a later streak may show no more than the first
+            self._filter.note(finding)
+            if self._on_stuck != "continue":
+                self._tell([finding])
 
     def add_sample(self, loss: float | None = None, **measured: object) -> None:
         """Write a sample: the steps since the last one, and the measurements of the last step."""

@@ -103,7 +103,7 @@ def _of_keras(optimizer: Any) -> ScalerState:
 
 
 def _is_of_keras_itself(part: object) -> bool:
-    """Whether a part is the wrapper of Keras 3, which `gradscaler run` leaves in place."""
+    """Whether a part is the wrapper of Keras 3, which ``gradscaler run`` leaves in place."""
     return hasattr(part, "dynamic_growth_steps") and not hasattr(part, "dynamic_counter")
 
 
