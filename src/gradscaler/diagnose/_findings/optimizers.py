@@ -83,7 +83,8 @@ def nonfinite(evidence: Evidence) -> Finding | None:
     if not found:
         return None
     name, count = max(found.items(), key=lambda item: item[1])
-    setting, steps = name.removeprefix(_NONFINITE), f"{count} step{'s' * (count > 1)}"
+    setting = name.removeprefix(_NONFINITE)
+    steps = f"{count} {evidence.step_word}{'s' * (count > 1)}"
     return Finding(
         "divergence",
         f"The optimizer's {setting} was NaN or Inf in {steps} of {evidence.steps}, so these wrote "

@@ -50,7 +50,7 @@ class RetainedGraph:
             good: those of the parameters whose gradient is.
         """
         # A relu or a mask may pass no NaN on to parameters before it, so they bound nothing then.
-        parts = part_of(self.nodes, bad, good), part_of(self.nodes, bad, ())
+        parts = (part_of(self.nodes, bad, bounds) for bounds in (good, ()))
         return next(filter(None, (self._located_in(part, reader) for part in parts)), None)
 
     def _located_in(self, part: Sequence[Node], reader: GraphReader) -> Located | None:
