@@ -25,6 +25,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if not options.command:
         parser.error("give a script, or -m and a module")
     options.has_raised = options.has_failed = options.is_fitted = False
+    options.trace = None  # of what the script raises
     options.folder = options.output.absolute()  # the script may change the working directory
     target, *arguments = options.command
     after_import("torch", partial(_watch, options))
@@ -44,7 +45,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         program.run(arguments)
     except BaseException as error:
         is_exit = isinstance(error, (SystemExit, KeyboardInterrupt))
-        options.has_raised = True
+        options.has_raised, options.trace = True, error.__traceback__
         options.has_failed = bool(error.code) if isinstance(error, SystemExit) else not is_exit
         raise
     return 0

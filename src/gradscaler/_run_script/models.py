@@ -6,21 +6,18 @@ import gc
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
-from inspect import CO_OPTIMIZED
-from types import FrameType, ModuleType
 from typing import Any
 
 import torch
 from torch.nn import Module
 
+from gradscaler._run_script.variables import frames_from, variables_of
 from gradscaler.diagnose._monitor.models import one_model
 
 # A module of these packages with one child and no parameter of its own wraps a model, unless its
 # class derives from a user's, as fully_shard makes it.
 _WRAPPERS = "torch.nn.parallel.", "torch._dynamo.", "torch.distributed.", "accelerate.", "lightning"
 _LIBRARIES = (*_WRAPPERS, "torch.", "builtins", "abc", "typing", "pytorch_lightning")
-_NOT_USERS = "torch.", "gradscaler."
 
 
 def models_of(optimizers: Iterable[torch.optim.Optimizer]) -> Module | dict[str, Module]:
@@ -107,7 +104,7 @@ def _named(found: list[Any], taken: Collection[str] = ()) -> dict[str, Any]:
     """Models or tensors by the names of variables, else of their classes, which are not taken."""
     names: dict[int, str] = {}
     missing = {id(each) for each in found}
-    for name, value in _variables():
+    for name, value in variables_of(frames_from(sys._getframe())):
         inner = _inner(value) if issubclass(type(value), Module) else value
         if id(inner) in missing:
             names.setdefault(id(inner), re.sub(r"\W", "_", name))
@@ -121,45 +118,3 @@ def _named(found: list[Any], taken: Collection[str] = ()) -> dict[str, Any]:
             name = f"{name}_"
         named[name] = each
     return dict(sorted(named.items()))  # the collector's order may change from run to run
-
-
-def _variables() -> Iterator[tuple[str, Any]]:
-    """The variables of the user's running functions, innermost first, and what they hold."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if not f"{frame.f_globals.get('__name__')}.".startswith(_NOT_USERS):
-            yield from _of_mapping(_locals_of(frame))
-            yield from _of_mapping(frame.f_globals)
-        frame = frame.f_back
-
-
-def _locals_of(frame: FrameType) -> dict[str, Any]:
-    """A copy of a frame's local variables, which keeps no graph of a loss alive.
-
-    Before Python 3.13, a frame keeps the dict of its local variables, and so what it holds.
-    """
-    kept = frame.f_locals
-    found = dict(kept)
-    if frame.f_code.co_flags & CO_OPTIMIZED and sys.version_info < (3, 13):
-        for name, value in found.items():
-            if issubclass(type(value), torch.Tensor):
-                del kept[name]
-    return found
-
-
-def _of_mapping(names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Variables, then the attributes of objects such as ``self`` and the entries of dicts."""
-    values = [(name, value) for name, value in list(names.items()) if not name.startswith("__")]
-    yield from values
-    for _, value in values:
-        yield from ((name, each) for name, each in _inside(value) if type(name) is str)
-
-
-def _inside(value: Any) -> list[tuple[Any, Any]]:
-    """The entries of a dict, or the attributes of an object, without code of its own."""
-    if type(value) is dict:
-        return list(value.items())
-    is_model = issubclass(type(value), (Module, ModuleType))
-    with suppress(Exception):
-        return [] if is_model else list(object.__getattribute__(value, "__dict__").items())
-    return []  # it has no attributes

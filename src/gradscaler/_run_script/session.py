@@ -21,6 +21,7 @@ from gradscaler._run_script.models import models_of
 from gradscaler._run_script.options import MOST_RUNS
 from gradscaler._run_script.scaler_watch import ScalerWatch
 from gradscaler._run_script.termination import before_termination
+from gradscaler._run_script.variables import loss_left_out
 from gradscaler._run_script.voice import guarded, say_no_step
 from gradscaler._run_script.watched_run import WatchedRun
 from gradscaler.diagnose._graph.lines import Tracebacks
@@ -129,10 +130,20 @@ class Session:
     def end(self) -> None:
         """Close all files, and print the verdicts."""
         if os.getpid() == self._process:
+            guarded(self._see_left_out)
             self._end_runs()
             if not self._num_runs:
                 self._num_runs = MOST_RUNS
                 say_no_step(self._options)
+
+    def _see_left_out(self) -> None:
+        """See the loss for which the script has ended before its backward pass, if there is one."""
+        loss = loss_left_out(self._options.trace)
+        self._options.trace = None
+        if loss is not None and self._new and not self._is_off:  # it is the first loss of a run
+            self._begin(_LOOP, None)
+        for run in list(self._runs.values())[-1:]:
+            run.leave_out(loss)
 
     def _end_runs(self) -> None:
         runs, self._runs = self._runs, {}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Kinds of findings after which no scale brings a training back, for a run with a scaler.
 _LOST = {"parameter", "divergence", "activations", "loss", "nan", "floor", "silent"}
-# A script that looks at its loss may end before its backward pass, where the monitor would see it.
+# A script may have looked at a number that is no loss, or that it keeps nowhere.
 _HINT = " If it found a NaN, --watch {} names the operation."
 
 
@@ -71,6 +71,12 @@ class WatchedRun:
         if self._options.stop and is_lost:
             raise SystemExit(STOPPED)
 
+    def leave_out(self, loss: Any) -> None:
+        """Let the verdict tell of a loss that no backward pass has taken, if it is not None."""
+        self._is_over = True
+        if loss is not None:
+            self._monitor.leave_out(loss)
+
     def end(self) -> None:
         """Close the file, and print the verdict; a run without a step leaves no file."""
         self._is_over = True
@@ -93,10 +99,12 @@ class WatchedRun:
         text, first = f": {verdict.text}", verdict.findings[0]
         if first.action in self._advice:
             text = f", as said above{text.replace(first.text, first.cause, 1)}"
-        file = shown(self._path)
+        file, bad = shown(self._path), self._monitor.bad_step or 0
+        is_made_before = first.kind == "data" and bad > 1 and self._watch is None
         ranks = re.sub(r"\.rank\d+\.jsonl", ".rank*.jsonl", file)
         say(
             f"after {steps:,} step{'s' * (steps != 1)}{text}",
             f"file:   {file}",
             f"report: python -m gradscaler report {ranks} -o report.html",
+            *[f"source: the same command with --watch {bad} names what made it"] * is_made_before,
         )

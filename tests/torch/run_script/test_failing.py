@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,11 @@ from tests.support.marked_lines import lines_marked_in
 FAILING = Path(__file__).with_name("failing.py")
 LINE = Path(lines_marked_in(str(FAILING))("fails")).name
 STOPPED = 3
-LOOKS = {"looks": [], "looks again": ["--watch", "30"], "looks later": ["--watch", "31"]}
+LOOKS = {
+    **dict.fromkeys(("looks", "looks at once", "looks elsewhere"), ()),
+    "looks again": ("--watch", "30"),
+    "looks later": ("--watch", "31"),
+}
 ENDS = {"raise": 1, "SIGINT": -signal.SIGINT, "SIGTERM": -signal.SIGTERM}
 
 
@@ -32,22 +37,17 @@ def ended(tmp_path_factory):
     folders = {way: tmp_path_factory.mktemp("runs") / "inner" for way in ways}
     line = [sys.executable, "-W", "error", "-m", "gradscaler", "run"]
     options = {"--stop": ["--stop"], "SIGINT": ["--watch", "30"], **LOOKS}
-    started = {
-        way: subprocess.Popen(
-            [*line, *options.get(way, ()), "-o", folder, "--", "failing.py", way.split()[0]],
-            cwd=FAILING.parent,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+
+    def run(way):
+        command = *line, *options.get(way, ()), "-o", folders[way], "--", "failing.py", way
+        done = subprocess.run(
+            command, cwd=FAILING.parent, text=True, capture_output=True, check=False, timeout=120
         )
-        for way, folder in folders.items()
-    }
-    found = {}
-    for way, process in started.items():
-        printed, said = process.communicate(timeout=120)
         (file,) = folders[way].iterdir()
-        found[way] = Ended(process.returncode, printed, said, file)
-    return found
+        return Ended(done.returncode, done.stdout, done.stderr, file)
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(ways, pool.map(run, ways), strict=True))
 
 
 def words(text):
@@ -99,8 +99,20 @@ def test_a_step_that_is_watched_names_its_operation(ended):
     assert "step watched" not in ended["raise"].said
 
 
-def test_a_script_that_ends_at_a_nan_is_told_how_to_find_the_operation(ended):
-    status, printed, said, file = ended["looks"]
+@pytest.mark.parametrize(("way", "steps"), [("looks", 29), ("looks at once", 0)])
+def test_a_script_that_ends_at_a_nan_loss_is_told_its_operation(ended, way, steps):
+    status, printed, said, file = ended[way]
+    assert (status, printed) == (1, "")
+    assert words(said).count(LINE) == 1
+    start = f"gradscaler: after {steps} steps: Code outside of the model makes 8 NaN in float32, by"
+    assert f"{start} sqrt at {LINE}" in words(said)
+    assert f"so the loss of step {steps + 1} is nan, and no backward pass took it" in words(said)
+    (bad,) = read_run(file).bad_steps
+    assert (bad.step, bad.is_left_out, read_run(file).num_steps) == (steps + 1, True, steps)
+
+
+def test_a_script_that_ends_at_another_nan_is_told_how_to_find_the_operation(ended):
+    status, printed, said, file = ended["looks elsewhere"]
     assert (status, printed) == (1, "")
     assert "Nothing needs fixing" not in said
     assert "ended after step 29. If it found a NaN, --watch 30 names the operation." in words(said)

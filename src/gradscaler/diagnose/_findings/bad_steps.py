@@ -1,7 +1,8 @@
-"""The first step of a loop without a scaler that was applied with gradients of Inf or NaN."""
+"""The first step that was applied with gradients of Inf or NaN, or left out with such a loss."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from gradscaler.diagnose._findings.advice import at_any_scale, at_line, of_backward
@@ -17,6 +18,7 @@ from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.lines import BadStep, Skip
 from gradscaler.diagnose._record.located import Located
 
+_LARGE = 1e9  # a loss; a usual one of sums over a batch of images is below 1e6
 _GO_BACK = "Its weights are lost: go back to a checkpoint from before it."
 _IN_FLOAT16 = (
     "numbers beyond 65504 are Inf in float16: scale the loss by a GradScaler, which skips such "
@@ -29,7 +31,7 @@ _OVERFLOW = (
 
 
 def applied(evidence: Evidence) -> Finding | None:
-    """The cause of the first bad step, which destroyed the weights that it was applied to."""
+    """The cause of the first bad step, which destroyed the weights if it was applied to them."""
     bad = evidence.bad_step
     if bad is None:
         return None
@@ -38,17 +40,39 @@ def applied(evidence: Evidence) -> Finding | None:
     then = replace(
         evidence, skips=(skip,), located=_place(bad, evidence), past=past, parameter=None
     )
-    so = f"{evidence.step_word} {bad.step} was applied with gradients of Inf or NaN"
+    this = f"{evidence.step_word} {bad.step}"
+    so = f"{this} was applied with gradients of Inf or NaN"
+    if bad.is_left_out:
+        so = f"the loss of {this} is {bad.loss:g}, and no backward pass took it"
     finding = (
         bad_parameter(then, f"so {so}")
         or diverged(then)
+        or _of_large_numbers(then, so)
         or of_forward_pass(then, so)
         or of_loss(then, so)
         or _of_gradients(then, bad)
     )
-    back = "" if "checkpoint" in finding.action else f" {_GO_BACK}"
-    action = f"{finding.action}{back}"
+    is_said = bad.is_left_out or "checkpoint" in finding.action
+    action = finding.action if is_said else f"{finding.action} {_GO_BACK}"
     return replace(finding, action=action, steps=(bad.step,), count=1, is_certain=True)
+
+
+def _of_large_numbers(evidence: Evidence, so: str) -> Finding | None:
+    """A forward pass that overflows after losses that were very large from the first step on."""
+    found, losses = evidence.located, [step.loss for step in evidence.past]
+    first = next((loss for loss in losses if loss is not None), 0.0)
+    if found is None or found.kind != "forward" or not _LARGE <= first < math.inf:
+        return None
+    return Finding(
+        "activations",
+        f"The forward pass makes numbers that are too large from the start (the first loss is "
+        f"{first:g}), and then Inf or NaN{at_line(found)}, so {so}.",
+        "Look at the first weights (those of a recurrent layer multiply at each time step: use a "
+        "smaller gain) and at inputs that are not normalized; use a normalization layer, and clip "
+        "gradients.",
+        found.module or None,
+        found.line,
+    )
 
 
 def _place(bad: BadStep, evidence: Evidence) -> Located | None:

@@ -68,7 +68,7 @@ class Evidence:
     optimizers: Optimizers | None = None  # in the latest sample that looked at them
     rates: tuple[tuple[int, float], ...] = ()  # the learning rate by sampled step
     has_scaler: bool = True  # whether losses are scaled
-    bad_step: BadStep | None = None  # the first, in a loop without a scaler
+    bad_step: BadStep | None = None  # the first that was applied, else one that was left out
 
     @property
     def is_elsewhere(self) -> bool:
@@ -129,7 +129,8 @@ class Evidence:
     def after(self, line: Sample | Skip | BadStep | VerdictLine | Watched) -> Evidence:
         """The evidence extended by one line."""
         if isinstance(line, BadStep):
-            return replace(self, bad_step=self.bad_step or line)
+            first = self.bad_step
+            return replace(self, bad_step=line if first is None or first.is_left_out else first)
         if isinstance(line, Skip):
             return replace(self, inspected=(*self.inspected, line)[-HISTORY_LENGTH:])
         if isinstance(line, Watched):

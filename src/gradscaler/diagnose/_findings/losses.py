@@ -10,6 +10,7 @@ from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.optimizers import growth_of_rate
 from gradscaler.diagnose._findings.over_time import are_many, place_of, when
 from gradscaler.diagnose._record.finding import Finding
+from gradscaler.diagnose._record.lines import BadStep
 from gradscaler.diagnose._record.step import Step
 
 _EXPLODED = 50.0  # times the loss before
@@ -118,9 +119,9 @@ def diverged(evidence: Evidence) -> Finding | None:
     skips = "steps are skipped"
     bad, at_any_scale = evidence.bad_step, "It diverges at any scale: go"
     if bad is not None:
-        skips, at_any_scale = f"{evidence.step_word} {bad.step} was applied with them", "Go"
         if loss is not None and loss[1].step < bad.step - _SOON:
             return None  # a spike that had passed
+        skips, at_any_scale = f"{evidence.step_word} {bad.step} {_end_of(bad)}", "Go"
     elif evidence.skips:
         skips = f"the last {evidence.skips_in_a_row} steps were skipped"
     first_bad = f" (first in {where}{at})" if where else ""
@@ -132,6 +133,10 @@ def diverged(evidence: Evidence) -> Finding | None:
         where,
         count=evidence.skips_in_a_row,
     )
+
+
+def _end_of(bad: BadStep) -> str:
+    return f"has a loss of {bad.loss:g}" if bad.is_left_out else "was applied with them"
 
 
 def _is_in_another_module(evidence: Evidence) -> bool:

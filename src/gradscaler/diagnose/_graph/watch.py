@@ -64,6 +64,7 @@ class GraphWatch:
         self.gradients = GradientWatch()
         self._retaining = Budget(_LITTLE_CREDIT, _LITTLE)
         self._retained: RetainedGraph | None = None
+        self._seen = -1  # the number of the node of the latest loss, of all nodes so far
         self.ungraphed = UngraphedWatch(model, sees_operations)
 
     def begin(self, step: int) -> None:
@@ -74,6 +75,7 @@ class GraphWatch:
 
     def see(self, loss: Tensor) -> None:
         """Read a loss before its backward pass, and its graph if that may tell more."""
+        self._seen = _number_of(loss)
         if self._is_over:
             self._is_over, self.located = False, None
             self.gradients.begin()
@@ -113,10 +115,21 @@ class GraphWatch:
             if held is None and root is not None:
                 held = RetainedGraph(in_order(root), may_hold=False)
             if held is not None:
-                places = Places(self._model)
-                reader = GraphReader(held.nodes, self._lines, places, self.ungraphed.seen)
-                return held.located(reader, bad, good)
+                return held.located(self._reader_of(held.nodes), bad, good)
         return None
+
+    def has_seen(self, loss: Tensor) -> bool:
+        """Whether a loss, or what was made of it, may be the latest that was seen."""
+        return _number_of(loss) <= self._seen
+
+    def origin_in(self, loss: Tensor) -> Located | None:
+        """Where the Inf or NaN of a loss that was not seen began; None if unknown."""
+        with suppress(Exception):
+            return self._reader_of(in_order(loss)).forward(loss)
+        return None
+
+    def _reader_of(self, nodes: Sequence[Node]) -> GraphReader:
+        return GraphReader(nodes, self._lines, Places(self._model), self.ungraphed.seen)
 
     def _is_bad(self, loss: Tensor) -> bool:
         """Whether a loss is not finite; False if it was not read."""
@@ -133,8 +146,7 @@ class GraphWatch:
         if seconds is not None:
             self._budget.begin(seconds)
             if nodes := in_order(loss):
-                places = Places(self._model)
-                read(GraphReader(nodes, self._lines, places, self.ungraphed.seen), loss)
+                read(self._reader_of(nodes), loss)
             self._budget.end()
 
     def _read(self, reader: GraphReader, loss: Tensor) -> None:
@@ -202,6 +214,11 @@ class GraphWatch:
         self._lines.stop()
         self.gradients.stop()
         self.ungraphed.stop()
+
+
+def _number_of(loss: Tensor) -> int:
+    """The number of nodes that PyTorch made before a loss."""
+    return -1 if loss.grad_fn is None else int(loss.grad_fn._sequence_nr())
 
 
 class GradientWatch:

@@ -17,6 +17,7 @@ from weakref import WeakSet
 
 from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import min_scale_of
+from gradscaler.diagnose._gradients.reading import Tensor
 from gradscaler.diagnose._monitor.disabled import DisabledScaler
 from gradscaler.diagnose._monitor.loop_observer import LoopObserver
 from gradscaler.diagnose._monitor.models import one_model
@@ -288,6 +289,15 @@ class Monitor:
         if self._is_open:
             self._source.record(scaler, finite, gradients, loss, parameters, replay)
 
+    def leave_out(self, loss: Tensor) -> None:
+        """Report a loss of PyTorch that is Inf or NaN, and for which the script makes no step.
+
+        The monitor sees a loss at its backward pass, so a script that ends before it, or that goes
+        on with the next batch, calls this. The loss is read here, and its graph.
+        """
+        if isinstance(self._source, EagerObserver) and self._is_open:
+            self._source.leave_out(loss)
+
     @property
     def bad_step(self) -> int | None:
         """The first step that was applied although its gradients were Inf or NaN; else None.
@@ -295,7 +305,7 @@ class Monitor:
         Only a loop without a scaler has such steps. It is set before the step's finding is told.
         """
         found = self._log.counts.evidence.bad_step
-        return None if found is None else found.step
+        return None if found is None or found.is_left_out else found.step
 
     def callback(self) -> Any:
         """A callback for ``model.fit`` that records each training step, without its gradients.

@@ -29,6 +29,7 @@ from gradscaler.diagnose._monitor.iterations import Iteration, Iterations
 from gradscaler.diagnose._monitor.parameters import OptimizersParameters, has_stepped
 from gradscaler.diagnose._monitor.step_log import StepSource, StuckError
 from gradscaler.diagnose._monitor.used_gradients import UsedGradients
+from gradscaler.diagnose._record.lines import BadStep
 from gradscaler.diagnose._record.step import Step
 from gradscaler.outcome import HISTORY_LENGTH, StepOutcome
 
@@ -105,6 +106,15 @@ class EagerObserver(StepSource):
         if 0 in loss.shape:  # this process' part may be empty
             return
         iteration.losses.append(loss if loss.ndim == 0 else loss.mean())
+
+    def leave_out(self, loss: Tensor) -> None:
+        """Report a loss that is not finite, and that no backward pass takes."""
+        value, number = float(local(loss).detach()), self._iterations.latest.number
+        graphs = self._graphs
+        if graphs is not None and not (math.isfinite(value) or graphs.has_seen(loss)):
+            self.read()
+            found = graphs.origin_in(loss)
+            self.log.add_bad(BadStep(number, value, located=found, is_left_out=True))
 
     def _line_of(self, loss: Tensor, node: Node) -> str | None:
         return None if self._graphs is None else self._graphs.line_of(loss, node)

@@ -196,10 +196,15 @@ class StepLog:
     def add_bad(self, line: BadStep) -> None:
         """Note a step that was applied with gradients that were not finite, and report the first.
 
-        Only the first of a streak of such steps is written.
+        Only the first of a streak of such steps is written, and the first that was left out.
         """
-        before, self.counts = self.counts, self.counts._replace(bad=line.step)
-        if before.bad in (line.step - 1, line.step):
+        before = self.counts
+        if line.is_left_out:
+            is_known = before.evidence.bad_step is not None
+        else:
+            is_known = before.bad in (line.step - 1, line.step)
+            self.counts = before._replace(bad=line.step)
+        if is_known:
             return
         self.counts = self.counts._replace(evidence=before.evidence.after(line))
         self._write(line)

@@ -7,6 +7,7 @@ continue from one process to the next.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -248,7 +249,8 @@ class Skip:
 class BadStep:
     """A step that an optimizer applied although its gradients held an Inf or a NaN.
 
-    Only a loop without a scaler has such steps. A file holds the first of each streak of them.
+    Only a loop without a scaler has such steps. A file holds the first of each streak of them. It
+    also holds a loss that was Inf or NaN, and that no backward pass took before the script ended.
 
     Attributes:
         step: the step's number.
@@ -256,6 +258,7 @@ class BadStep:
         nonfinite: the first 10 gradients that held an Inf or a NaN, as in :class:`Skip`.
         more: the number of further gradients that held one.
         located: the place where the first Inf or NaN was made; None if that was not seen.
+        is_left_out: whether no backward pass took the loss, so that the step was not applied.
     """
 
     kind: ClassVar[str] = "bad_step"
@@ -265,6 +268,12 @@ class BadStep:
     nonfinite: tuple[NonfiniteGradient, ...] = ()
     more: int = 0
     located: Located | None = None
+    is_left_out: bool = False
+
+    def check(self) -> None:
+        """Check that what the step was left out for is known."""
+        if self.is_left_out and (self.loss is None or math.isfinite(self.loss)):
+            raise ValueError("is_left_out: must be false, as the loss is not Inf or NaN")
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class RecordedRun:
     def num_steps(self) -> int:
         """The number of the last step."""
         lines: tuple[Line, ...] = (*self.starts, *self.samples, *self.skips, *self.verdicts)
-        lines = *lines, *self.bad_steps
+        lines = *lines, *(bad for bad in self.bad_steps if not bad.is_left_out)
         return max((line.step for line in lines), default=0)
 
     @cached_property

@@ -250,6 +250,7 @@ def _bad_steps(run: Run) -> Table:
     rows = [
         (f"{bad.step:,}", _held(bad), "" if bad.loss is None else number(bad.loss))
         for bad in run.bad_steps[:_MOST_ROWS]
+        if bad.nonfinite
     ]
     title = "Steps that were applied with Inf or NaN, the first of each streak"
     return Table(title, ("Step", "Gradients with Inf or NaN", "Loss"), rows, names=1)

@@ -1,0 +1,93 @@
+"""The variables of the user's functions, and what they hold."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from inspect import CO_OPTIMIZED
+from types import FrameType, ModuleType, TracebackType
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+_NOT_USERS = "torch.", "gradscaler."
+
+
+def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those that called it, innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def frames_of(trace: TracebackType | None) -> list[FrameType]:
+    """The frames of a traceback, innermost first."""
+    frames = []
+    while trace is not None:
+        frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    return frames[::-1]
+
+
+def variables_of(frames: Iterable[FrameType]) -> Iterator[tuple[str, Any]]:
+    """The variables of the user's functions among frames, and what they hold."""
+    for frame in frames:
+        if not f"{frame.f_globals.get('__name__')}.".startswith(_NOT_USERS):
+            yield from within(_locals_of(frame))
+            yield from within(frame.f_globals)
+
+
+def _locals_of(frame: FrameType) -> dict[str, Any]:
+    """A copy of a frame's local variables, which keeps no graph of a loss alive.
+
+    Before Python 3.13, a frame keeps the dict of its local variables, and so what it holds.
+    """
+    kept = frame.f_locals
+    found = dict(kept)
+    if frame.f_code.co_flags & CO_OPTIMIZED and sys.version_info < (3, 13):
+        for name, value in found.items():
+            if issubclass(type(value), torch.Tensor):
+                del kept[name]
+    return found
+
+
+def within(names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Variables, then the attributes of objects such as ``self`` and the entries of dicts."""
+    values = [(name, value) for name, value in list(names.items()) if not name.startswith("__")]
+    yield from values
+    for _, value in values:
+        yield from ((name, each) for name, each in _inside(value) if type(name) is str)
+
+
+def _inside(value: Any) -> list[tuple[Any, Any]]:
+    """The entries of a dict, or the attributes of an object, without code of its own."""
+    if type(value) is dict:
+        return list(value.items())
+    is_model = issubclass(type(value), (Module, ModuleType))
+    with suppress(Exception):
+        return [] if is_model else list(object.__getattribute__(value, "__dict__").items())
+    return []  # it has no attributes
+
+
+def loss_left_out(trace: TracebackType | None) -> torch.Tensor | None:
+    """The latest loss in the user's variables that is Inf or NaN; None if there is none.
+
+    A loss is a scalar with a graph. The variables are those of the functions that an error has
+    left, and of the script's module.
+    """
+    every = (*variables_of(frames_of(trace)), *within(vars(sys.modules["__main__"])))
+    losses = [value for _, value in every if issubclass(type(value), torch.Tensor)]
+    bad = [each for each in losses if each.grad_fn is not None and _is_bad(each)]
+    return max(bad, key=lambda loss: _number_of(loss.grad_fn), default=None)
+
+
+def _is_bad(loss: torch.Tensor) -> bool:
+    with suppress(Exception):  # it may have no data
+        return loss.numel() == 1 and not bool(loss.detach().isfinite())
+    return False
+
+
+def _number_of(node: Any) -> int:
+    return int(node._sequence_nr())
