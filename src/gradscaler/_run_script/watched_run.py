@@ -65,7 +65,7 @@ class WatchedRun:
         """Print a finding, and end the process there if that was asked for."""
         if self._is_over or os.getpid() != self._process:  # the verdict says it, or the parent
             return
-        say(finding.text)
+        say(finding.cause if finding.action in self._advice else finding.text)
         self._advice.add(finding.action)
         is_lost = self._monitor.bad_step is not None or finding.kind in _LOST
         if self._options.stop and is_lost:

@@ -49,7 +49,8 @@ _LOG = (
 )
 _LOG_OF_NEGATIVE = (
     "the input of the logarithm is negative, as its result is NaN and not -Inf: look for a wrong "
-    "sign or a wrong range in the formula, which a clamp would only hide"
+    "sign or a wrong range in the formula, which a clamp would only hide, or for a parameter that "
+    "became negative: take its exp() or softplus()"
 )
 _LOG_OF_0 = (
     "the input of the logarithm is 0: clamp it to a small number, or take logits (cross_entropy, "
@@ -141,8 +142,7 @@ _FACTOR = (
     "or multiply in float32"
 )
 _OF_OWN_FUNCTION = (
-    "look in its own backward() for Inf / Inf, 0 * Inf and what overflows, and compute there in "
-    "float32"
+    "look in its own backward() for a division by 0 (a norm of 0), 0 * Inf, and what overflows"
 )
 _POWERS = "pow", "square"
 _WIDE = "bfloat16", "float32", "float64", "complex64", "complex128"  # with at least float32's range
@@ -260,22 +260,23 @@ def _named(
     return f"{advice}{where}{lost_eps}"
 
 
-def at_line(found: Located | None, before: str = ", by") -> str:
+def at_line(found: Located | None, before: str = "by") -> str:
     """A clause with the operation and the line of an Inf or NaN; empty if it is unknown."""
     if found is None or found.operation is None:
         return ""
     line = f" at {found.line}" if found.line else ""
-    likely = "probably " if found.is_likely else ""
+    likely = ", probably" if found.is_likely else ","
     inside = f" in {found.module}" if found.kind == "backward" and found.module else ""
     operation = _SPOKEN.get(found.operation, found.operation)
     is_of_loss = found.summand is not None and found.kind != "backward"
-    summand = f", in summand {found.summand} of the loss" if is_of_loss else ""
-    return f"{before} {likely}{operation}{inside}{line}{summand}"
+    number = (found.summand or "").removesuffix(f" ({found.operation} at {found.line})")
+    summand = f", in summand {number} of the loss" if is_of_loss else ""
+    return f"{likely} {before} {operation}{inside}{line}{summand}"
 
 
 def seen_in(found: Located | None) -> str:
     """A clause that says where an Inf or NaN of the loss was first seen; empty if it is unknown."""
     if found is not None and found.kind == "input":
         of = f"{found.rows} of " if found.rows else ""
-        return at_line(found, f", from {of}a tensor without a gradient, first read by")
-    return at_line(found, ", first seen in")
+        return at_line(found, f"from {of}a tensor without a gradient, first read by")
+    return at_line(found, "first seen in")

@@ -46,7 +46,7 @@ def applied(evidence: Evidence) -> Finding | None:
         so = f"the loss of {this} is {bad.loss:g}, and no backward pass took it"
     finding = (
         bad_parameter(then, f"so {so}")
-        or diverged(then)
+        or (None if _is_input(then.located) else diverged(then))
         or _of_large_numbers(then, so)
         or of_forward_pass(then, so)
         or of_loss(then, so)
@@ -78,9 +78,12 @@ def _of_large_numbers(evidence: Evidence, so: str) -> Finding | None:
 def _place(bad: BadStep, evidence: Evidence) -> Located | None:
     """The place of a bad step, or of what made the input that it names, found in a later step."""
     found, later = bad.located, evidence.watched
-    is_input = found is not None and found.kind == "input"
     is_made = later is not None and later.kind == "forward" and later.parameter is None
-    return later if is_input and is_made else found
+    return later if _is_input(found) and is_made else found
+
+
+def _is_input(found: Located | None) -> bool:
+    return found is not None and found.kind == "input"
 
 
 def _of_gradients(evidence: Evidence, bad: BadStep) -> Finding:
@@ -88,7 +91,7 @@ def _of_gradients(evidence: Evidence, bad: BadStep) -> Finding:
     nan = next((each for each in bad.nonfinite if each.num_nan), None)
     first, found = nan or bad.nonfinite[0], bad.located
     what = "NaN" if first.num_nan else "Inf"
-    at = at_line(found, ", by the gradient of")
+    at = at_line(found, "by the gradient of")
     this = f"{evidence.step_word} {bad.step}"
     loss = ", though the loss is finite" if bad.loss is not None else ""
     if evidence.world_size > 1 and (found is None or found.is_likely):

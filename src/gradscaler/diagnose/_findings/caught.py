@@ -55,7 +55,7 @@ def _of_gradients(evidence: Evidence, found: Located | None) -> Finding | None:
     name = next(each.name for each in failed[-1].nonfinite or () if each.num_nan)
     return Finding(
         "nan",
-        f"The gradient of {name} is NaN{at_line(found, ', by the gradient of')}, though the loss "
+        f"The gradient of {name} is NaN{at_line(found, 'by the gradient of')}, though the loss "
         f"is finite: {_skipped(evidence)}.",
         f"No loss scale fixes this: {of_backward(found)}.",
         name,

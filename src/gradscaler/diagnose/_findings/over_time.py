@@ -107,7 +107,7 @@ def _seen_in(found: Located | None, is_loss: bool) -> tuple[str, str | None]:
         return seen_in(found), None if of_kind is None else of_kind(found)
     if found.kind != "backward" or (advice := of_gradient(found) or of_own(found)) is None:
         return "", None
-    return at_line(found, ", first seen in the gradient of"), advice
+    return at_line(found, "first seen in the gradient of"), advice
 
 
 def _at_floor(evidence: Evidence, skips: Sequence[Step]) -> Finding:

@@ -25,10 +25,8 @@ EXPLAIN_ALL = (
 )
 _STATISTICS = "running_mean", "running_var"  # buffers that forward passes write
 _KEPT = "kept from step to step (averaged weights, statistics, a queue)"
-_UNTRAINED = (
-    "run it in float32 (autocast(enabled=False)), or look at what writes its weights: an "
-    "average's decay must be below 1"
-)
+_UNTRAINED = "look at what writes its weights: an average's decay must be below 1"
+_UNTRAINED_IN_FLOAT16 = f"run it in float32 (autocast(enabled=False)), or {_UNTRAINED}"
 _LOOK_AT = (
     "look at the data and how they are prepared, such as 0 / 0 (a deviation, sum or count of 0, "
     "the deviation of one element) or 0 * Inf (a mask)"
@@ -115,6 +113,8 @@ def bad_state(evidence: Evidence) -> Finding | None:
         taken = (
             "that was taken without the scaler, or on gradients that were changed after unscale_()"
         )
+    if "_sq of" in evidence.state:
+        taken += ", or were beyond 1e19, as their squares leave float32: normalize the inputs"
     return Finding(
         "state",
         f"The optimizer's {evidence.state} is Inf or NaN, so each of its steps writes that into "
@@ -143,7 +143,9 @@ def of_forward_pass(evidence: Evidence, skipped: str) -> Finding | None:
         maker = f"Another module ({located.type})" if located.type else outside
     counts = (located.num_inf, "Inf"), (located.num_nan, "NaN")
     made = " and ".join(f"{count} {what}" for count, what in counts if count)
-    action = _UNTRAINED if module is None and located.type else of_forward(located)
+    action = of_forward(located)
+    if module is None and located.type:
+        action = _UNTRAINED_IN_FLOAT16 if located.dtype == "float16" else _UNTRAINED
     return Finding(
         kind,
         f"{maker} makes {made} in {located.dtype}{at_line(located)}{_from(located)}, so {skipped}.",
@@ -181,7 +183,7 @@ def _of_input(evidence: Evidence, located: Located, skipped: str) -> Finding:
         kind, what = "data", "The batch itself holds"
         action = _LOOK_AT
     rows = f" in {located.rows}" if located.rows else ""
-    seen = at_line(located, ", first seen in")
+    seen = at_line(located, "first seen in")
     return Finding(
         kind,
         f"{what} Inf or NaN{rows} before the forward pass{seen}, so {skipped}.",
@@ -219,7 +221,7 @@ def _of_nan(evidence: Evidence, skipped: str) -> Finding | None:
         name = _nan_at_1(evidence)
     if name is None:
         return None
-    at = at_line(found, ", by the gradient of")
+    at = at_line(found, "by the gradient of")
     name_it = "" if at else "; anomaly detection names the operation"
     scale = evidence.skips[-1].scale
     where = "at every loss scale" if scale <= 1 else f"and none is Inf at a scale of {scale:g}"
@@ -268,7 +270,7 @@ def _of_overflow(evidence: Evidence, skipped: str) -> Finding:
     is_shown = found is not None and found.kind == "backward"
     if not is_shown or is_large or _is_elsewhere(evidence):
         found = None
-    at = at_line(found, ", first in the gradient of")
+    at = at_line(found, "first in the gradient of")
     overflow += at and f"{at},"
     cause = f"{overflow}{loss} at a loss scale of {last.scale:g}, {limit}: {skipped}."
     if _is_elsewhere(evidence):

@@ -61,17 +61,31 @@ def origin_of(node: Node, number: int, values: Values) -> Origin:
         return Origin(*edge, is_given=True, made=values.entered[edge])
     if (given := _bad_constant(*edge, values)) is not None:
         return given
-    if (suspect := _most_suspect(edge, values)) != edge:
+    if (suspect := _absorbed(edge[0], values) or _most_suspect(edge, values)) != edge:
         return origin_of(*suspect, values)
     return Origin(*edge, is_given=_has_bad_summand(*edge, values))
+
+
+def _absorbed(node: Node, values: Values) -> _Edge | None:
+    """The Inf that a node's input was divided by, which made it 0; None if there is none."""
+    for maker, _ in node.next_functions:
+        if maker is not None and operation_of(maker) == "div" and len(maker.next_functions) > 1:
+            divisor: _Edge = maker.next_functions[1]
+            found = None if divisor[0] is None else values.reading(*divisor)
+            if found is not None and found.state == "bad":
+                return divisor
+    return None
 
 
 def _bad_constant(node: Node, number: int, values: Values) -> Origin | None:
     """The origin if a node keeps an Inf or NaN that no node made."""
     if is_custom(node):  # what it keeps may be its own
         return None
+    takes_masks = TAKES_MASKS.search(operation_of(node))
     for tensor in values.constants.get(node, {}).values():
-        if read(tensor).state == "bad" and not _is_in_code(tensor):
+        state = read(tensor).state
+        is_bad = state == "bad" or (state == "mask" and not takes_masks)
+        if is_bad and not _is_in_code(tensor):
             made = values.source_of(tensor)
             return Origin(node, number, tensor, is_given=True, made=made)
     return None
@@ -102,7 +116,8 @@ def _edge(node: Node, number: int) -> float:
 
 def _bad_input(node: Node, values: Values) -> _Edge | None:
     """The input of a node that its Inf or NaN came from; None if the node made it."""
-    known = [(edge, values.reading(*edge)) for edge in node.next_functions if edge[0] is not None]
+    edges = sorted((e for e in node.next_functions if e[0] is not None), key=_order)
+    known = [(edge, values.reading(*edge)) for edge in edges]
     states = [(edge, None if found is None else found.state) for edge, found in known]
     bad = [edge for edge, state in states if state == "bad"]
     masks = [edge for edge, state in states if state == "mask" and _is_guilty(node, edge, values)]
@@ -118,11 +133,13 @@ def _is_guilty(node: Node, edge: _Edge, values: Values) -> bool:
 
 
 def _makes_no_mask(node: Node, edge: _Edge, values: Values) -> bool:
-    maker = origin_of(*edge, values)
-    if is_leaf(maker.node) or (maker.is_given and maker.made is None) or maker.node is node:
+    maker, takes_masks = origin_of(*edge, values), TAKES_MASKS.search(operation_of(node))
+    if is_leaf(maker.node) or maker.node is node:
         return False
+    if maker.is_given and maker.made is None:
+        return not takes_masks
     operation = operation_of(maker.node) if maker.made is None else maker.made.operation or ""
-    if TAKES_MASKS.search(operation_of(node)):
+    if takes_masks:
         return bool(ADDS_UP.search(operation))
     return not FILLS.search(operation) and not (operation in _ADDS and reads_unknown(maker.node))
 
@@ -140,7 +157,12 @@ def _behind(node: Node, values: Values) -> list[_Edge]:
             waiting += edge[0].next_functions
         if value is None or value.state == "bad":
             found.append(edge)
-    return sorted(found, key=lambda edge: edge[0]._sequence_nr())
+    return sorted(found, key=_order)
+
+
+def _order(edge: _Edge) -> int:
+    """The place of an edge in the order of the forward pass."""
+    return int(edge[0]._sequence_nr())
 
 
 def _most_suspect(edge: _Edge, values: Values) -> _Edge:

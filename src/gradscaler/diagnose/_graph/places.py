@@ -80,7 +80,7 @@ class Places:
     def _site_in(self, running: Sequence[Module], operation: str, line: str | None) -> Site:
         """The call site of an operation in the innermost module of the model that is running."""
         own = next((each for each in running if each in self._names), None)
-        shown = next(reversed(running), None) if own is None else own
+        shown = next(filter(_has_tensors, reversed(running)), None) if own is None else own
         type_ = "" if shown is None else type(shown).__name__
         return Site(operation, line, self._names.get(own), type_)
 
@@ -142,14 +142,19 @@ def _own_tensors(module: Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(recurse=False)
 
 
+def _has_tensors(module: Module) -> bool:
+    """Whether a module holds parameters or buffers, as a criterion seldom does."""
+    return any(True for each in module.modules() for _ in _own_tensors(each))
+
+
 def _owner_elsewhere(tensor: Tensor) -> tuple[Site, str] | None:
     """The outermost module of another model that owns a parameter, and its name there."""
     import torch
 
     if not isinstance(tensor, torch.nn.Parameter):
         return None
-    modules = (each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module))
-    found = [(each, n) for each in modules for n, p in each.named_parameters() if p is tensor]
+    every = _in_memory(torch.nn.Module)
+    found = [(each, n) for each in every for n, p in each.named_parameters() if p is tensor]
     if not found:
         return None
     owner, name = max(found, key=lambda each: len(each[1]))
@@ -157,16 +162,21 @@ def _owner_elsewhere(tensor: Tensor) -> tuple[Site, str] | None:
 
 
 def _outermost(frames: Sequence[Frame]) -> str:
-    """The class of the outermost module that was running; empty if none was."""
+    """The class of the outermost module with tensors that was running; empty if none was."""
     import torch
 
     kinds: list[type] = list(_below(torch.nn.Module))
     for frame in reversed(frames):
         if frame.function == "forward":
             for kind in kinds:
-                if _has_line(kind, frame):
+                if _has_line(kind, frame) and any(map(_has_tensors, _in_memory(kind))):
                     return kind.__name__
     return ""
+
+
+def _in_memory(kind: type) -> list[Module]:
+    """The modules of a class in memory; isinstance() would run code of proxies."""
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
 
 
 def _below(kind: type) -> Iterator[type]:

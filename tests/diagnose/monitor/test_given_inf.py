@@ -1,0 +1,110 @@
+"""Targets of Inf, losses in modules of their own, and an Inf that a division makes 0."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 # as users write it
+
+from gradscaler.diagnose import Monitor
+from tests.support.marked_lines import lines_marked_in
+
+pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
+line_with = lines_marked_in(__file__)
+INF = float("inf")
+
+
+def findings_of(loss_of, spoil=lambda inputs, target: None):
+    """The first finding on a training whose third batch is spoiled."""
+    model = nn.Linear(6, 4)
+    optimizer, told = torch.optim.SGD(model.parameters(), lr=0.01), []
+    with Monitor(model=model, tell=told.append):
+        for step in range(1, 5):
+            inputs, target = torch.randn(16, 6), torch.rand(16, 4)
+            if step == 3:
+                spoil(inputs, target)
+            optimizer.zero_grad()
+            loss_of(model(inputs), target).backward()
+            optimizer.step()
+    return told
+
+
+LOSSES = {
+    "mse_loss": F.mse_loss,
+    "square": lambda p, t: (p - t).square().mean(),
+    "power": lambda p, t: ((p - t) ** 4).mean(),
+    "norm": lambda p, t: torch.linalg.vector_norm(p - t),
+    "pairwise_distance": lambda p, t: F.pairwise_distance(p, t).mean(),
+    "triplet": lambda p, t: F.triplet_margin_loss(p, t, p.flip(0)),
+    "gaussian_nll": lambda p, t: F.gaussian_nll_loss(p, t, p.abs() + 1),
+    "poisson_nll": F.poisson_nll_loss,
+    "cross_entropy": F.cross_entropy,
+    "binary_cross_entropy": F.binary_cross_entropy_with_logits,
+    "advantage": lambda p, t: (p * t).mean(),
+}
+
+
+@pytest.mark.parametrize("infinite", [INF, -INF])
+@pytest.mark.parametrize("loss_of", LOSSES.values(), ids=LOSSES)
+def test_a_target_of_inf_is_told_as_given_and_not_as_made(loss_of, infinite):
+    def spoil(_, target):
+        target[3, 1] = infinite
+
+    first, *_ = findings_of(loss_of, spoil)
+    assert first.kind == "data"
+    assert first.cause.startswith("A tensor that is not the model's holds Inf or NaN")
+
+
+class LogOfProbability(nn.Module):
+    def forward(self, outputs, target):
+        return -outputs.softmax(1)[:, 0].log().mean()  # log
+
+
+def far(inputs, target):
+    inputs *= 1e6
+
+
+def test_a_criterion_without_weights_gets_the_advice_of_its_operation():
+    first, *_ = findings_of(LogOfProbability(), far)
+    assert f"by log at {line_with('log')}" in first.cause
+    assert first.cause.startswith("Code outside of the model makes")
+    assert "The input of the logarithm is 0: clamp it" in first.action
+
+
+def test_a_criterion_of_pytorch_gets_the_advice_of_its_operation():
+    ctc, lengths = nn.CTCLoss(), torch.full((4,), 5)  # longer than the inputs
+
+    def loss_of(outputs, _):
+        logs = outputs.log_softmax(1).reshape(4, 4, 4)
+        return ctc(logs, torch.ones(4, 5, dtype=torch.long), torch.full((4,), 4), lengths)
+
+    first, *_ = findings_of(loss_of)
+    assert "ctc_loss" in first.cause
+    assert "set zero_infinity=True" in first.action
+
+
+class Teacher(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.full((4,), 1e3))
+
+    def forward(self, outputs):
+        return torch.exp(self.scale * outputs)
+
+
+def test_another_module_with_weights_is_told_as_one():
+    teacher = Teacher()
+    first, *_ = findings_of(lambda p, t: teacher(p).mean(), far)
+    assert first.cause.startswith("Another module (Teacher) makes")
+    assert "float32 (autocast" not in first.action
+
+
+def test_an_inf_that_a_division_makes_0_is_the_origin_of_what_the_0_makes():
+    def loss_of(outputs, _):
+        total = outputs.exp().sum(1)  # exp
+        return -(outputs[:, 0].tanh().abs() / total).log().mean()  # quotient
+
+    first, *_ = findings_of(loss_of, far)
+    assert f"by exp at {line_with('exp')}" in first.cause
