@@ -54,4 +54,7 @@ class StepWatch:
         if self._is_on:
             self._is_on, self._step = False, 0
             self._search.stop()
-            say(f"step watched: {self._search.located or otherwise}")
+            located = self._search.located
+            say(f"step watched: {located or otherwise}")
+            if located is not None:
+                self._monitor.note_located(located)

@@ -149,3 +149,34 @@ def test_a_forked_child_trains_on_and_says_nothing(tmp_path):
     assert (process.returncode, process.stdout) == (0, "trained\n" * 2), process.stderr
     assert process.stderr.count("gradscaler: ") == 1
     assert "after 6 steps: None of 6 steps" in process.stderr
+
+
+PREPARES = """
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(1, 8):
+    rewards = torch.rand(8 if step != 6 else 1)
+    weight = (rewards - rewards.mean()) / rewards.std()
+    loss = (model(torch.randn(len(rewards), 4))[:, 0] * weight).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_what_a_watched_step_shows_is_what_the_verdict_says(tmp_path):
+    script = tmp_path / "prepares.py"
+    script.write_text(PREPARES)
+    line = [sys.executable, "-m", "gradscaler", "run"]
+    options = {"text": True, "capture_output": True, "cwd": tmp_path, "timeout": 120}
+    first, again = (
+        words(subprocess.run([*line, *watch, script.name], check=True, **options).stderr)
+        for watch in ([], ["--watch", "6"])
+    )
+    assert "the same command with --watch 6 names what made it" in first
+    assert "by std" not in first
+    assert "step watched: forward of a function (float32), std at prepares.py:7" in again
+    verdict = again.rpartition("gradscaler: ")[2]
+    assert "by std at prepares.py:7" in verdict
+    assert "--watch" not in verdict

@@ -136,7 +136,7 @@ class Evidence:
         if isinstance(line, Watched):
             return replace(
                 self,
-                watched=line.located or self.watched,
+                watched=_more_telling(self.watched, line.located),
                 parameter=line.parameter or self.parameter,
                 state=line.state or self.state,
                 calls=Counter(self.calls) + Counter(line.calls),
@@ -212,6 +212,13 @@ def min_scale_of(policy: object) -> float | None:
 _LATEST = 10  # samples
 _RANGES = "float16", "bfloat16", "float32"  # the narrowest first, as numbers leave it first
 _FEW = 20  # skips that a loss scale may need to settle: 16 halvings take 65536, the default, to 1
+
+
+def _more_telling(before: Located | None, found: Located | None) -> Located | None:
+    """The later of two places, unless it only reads what the earlier one made."""
+    if found is None or (before is not None and (before.kind, found.kind) == ("forward", "input")):
+        return before
+    return found
 
 
 def _better(before: VerdictLine | None, line: VerdictLine) -> VerdictLine | None:

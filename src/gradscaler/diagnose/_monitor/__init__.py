@@ -30,6 +30,7 @@ from gradscaler.diagnose._monitor.traced_scalers import policy_of, state_of
 from gradscaler.diagnose._record.finding import Finding, Verdict
 from gradscaler.diagnose._record.formats import format_named
 from gradscaler.diagnose._record.lines import Start
+from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._record.step import Step
 from gradscaler.diagnose._record.writer import Log, RunFile, ScalarLog
 from gradscaler.policies import Scalar
@@ -288,6 +289,14 @@ class Monitor:
             raise TypeError("this scaler announces each step by itself: do not call record()")
         if self._is_open:
             self._source.record(scaler, finite, gradients, loss, parameters, replay)
+
+    def note_located(self, located: Located) -> None:
+        """Note where :func:`locate`, or a watch of one's own, found the failure of this step.
+
+        The verdict names that place if the monitor itself saw only what read the Inf or NaN.
+        """
+        if self._is_open:
+            self._log.add_made(located)
 
     def leave_out(self, loss: Tensor) -> None:
         """Report a loss of PyTorch that is Inf or NaN, and for which the script makes no step.

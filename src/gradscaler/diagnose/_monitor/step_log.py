@@ -292,6 +292,12 @@ class StepLog:
             self._write(line)
         self._watched, self._dtypes = step, dict(dtypes)
 
+    def add_made(self, located: Located) -> None:
+        """Write where a watch that the user asked for found what the present step fails by."""
+        line = Watched(self.counts.step + 1, located)
+        self.counts = self.counts._replace(evidence=self.counts.evidence.after(line))
+        self._write(line)
+
     def check(self) -> None:
         """Report a stuck run (see :meth:`check_stuck`) and, if a look is due, other findings."""
         self.check_stuck()
