@@ -13,6 +13,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from sphinx.util.inventory import InventoryFile
 
+from tests.support.run_files import HEADLINES
+
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "site"
 SOURCE = ROOT / "src"
@@ -170,6 +172,15 @@ def test_every_page_is_built():
     for page in (ROOT / "docs").rglob("*.md"):
         built = (SITE / page.relative_to(ROOT / "docs")).with_suffix(".html")
         assert built.exists(), page
+
+
+@pytest.mark.parametrize("kind", HEADLINES)
+def test_the_gallery_has_a_report_on_a_training_for_each_kind_of_finding(pages, kind):
+    gallery, report = SITE / "gallery.html", SITE / "gallery" / f"{kind}.html"
+    assert f"gallery/{kind}.html" in pages[gallery.resolve()].links
+    shown = html.unescape(report.read_text())
+    assert f"<h1>{HEADLINES[kind][1]}</h1>" in shown
+    assert "Script: docs/gallery.py. Started: " in shown
 
 
 def test_the_library_s_code_is_shown_by_the_reference_and_not_downloaded():
