@@ -176,31 +176,38 @@ def add_reports(app: Any, page: str, source: list[str]) -> None:
         source[0] += f"\n{printed}"
 
 
-# The texts between tags, without those of code blocks and scripts, whose lines do not break.
-TEXT = re.compile(r"(<(pre|script|style)\b.*?</\2>|<[^>]*>)|([^<]+)", re.DOTALL)
+CELL = re.compile(
+    r"(?<=<t[dh]).*?(?=</t[dh]>)|(?<=<h1>).*?(?=</h1>)", re.DOTALL
+)
+TEXT = re.compile(r"(?<=>)[^<]+")
 
 
 def may_break(html: str) -> str:
-    """Let names break behind their dots and underscores, so that they do not break inside words."""
-    return TEXT.sub(
-        lambda found: (
-            found[1]
-            or re.sub(
-                r"(?<=[a-z)])([._(\[/=]+)(?=[A-Za-z])", r"\1<wbr>", found[3]
-            )
-        ),
-        html,
-    )
+    """Let names break behind their dots and brackets, and long ones behind underscores.
+
+    A browser would break them anywhere, or make a column as wide as a name.
+    """
+
+    def parts(text: re.Match[str]) -> str:
+        broken = re.sub(
+            r"(?<=[a-z)])([.(\[/=]+)(?=[A-Za-z])", r"\1<wbr>", text[0]
+        )
+        return re.sub(
+            r"\w{24,}", lambda name: name[0].replace("_", "_<wbr>"), broken
+        )
+
+    return TEXT.sub(parts, html)
 
 
 def break_names(
     app: Any, page: str, template: str, context: dict[str, Any], doctree: Any
 ) -> None:
-    """Let the names of a page break, also those in the titles of its neighbours."""
-    context["body"] = may_break(context.get("body", ""))
-    for neighbour in (context.get("prev"), context.get("next")):
-        if neighbour:
-            neighbour["title"] = may_break(neighbour["title"])
+    """Let names break in tables, in the title, and in those of the pages before and after."""
+    context["body"] = CELL.sub(
+        lambda cell: may_break(cell[0]), context.get("body", "")
+    )
+    for neighbour in filter(None, (context.get("prev"), context.get("next"))):
+        neighbour["title"] = may_break(f">{neighbour['title']}")[1:]
 
 
 def setup(app: Any) -> None:
