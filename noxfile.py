@@ -210,7 +210,7 @@ def test_package(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *(session.posargs or tests))
 
 
-@nox.session
+@nox.session(requires=["torch"])  # which makes the reports of docs/gallery.md
 def docs(session: nox.Session) -> None:
     """Build the site from scratch in site/. A warning, such as a broken link, is an error."""
     install(session, "docs")

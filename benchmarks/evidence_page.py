@@ -31,6 +31,8 @@ README = {
     "It says why the scale keeps falling": "`examples/torch_stuck.py`; "
     "`tests/diagnose/monitor/test_stuck_example.py`",
     "what people reported": "`make reports`; `tests/documents/test_reports.py`",
+    "a report for each kind of failure": "`tests/site/test_site.py::"
+    "test_the_gallery_has_a_report_on_a_training_for_each_kind_of_finding`",
     "It also finds failures that skip no step": "`tests/diagnose/test_trainings.py`",
     "It reports each step": "`tests/eager/test_outcomes.py`",
     "repeats a batch": "`tests/torch/test_retries.py`, `tests/eager/test_attempts.py`",

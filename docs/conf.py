@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,9 @@ autoapi_python_class_content = "class"
 autoapi_member_order = "groupwise"
 autoapi_add_toctree_entry = False
 autoapi_keep_files = False
+toc_object_entries_show_parents = (
+    "hide"  # a class's name would be before each method's
+)
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = (
@@ -158,7 +163,56 @@ def refer(app: Any, env: Any, node: Any, shown: Any) -> Any:
     return make_refnode(app.builder, node["refdoc"], *place, nodes.Text(short))
 
 
+def add_reports(app: Any, page: str, source: list[str]) -> None:
+    """Make the reports of the gallery with PyTorch, which is not installed here, and list them."""
+    if page == "gallery":
+        python = ROOT / ".venv/torch/bin/python"
+        printed = subprocess.check_output(
+            [python, "docs/gallery.py", Path(app.outdir, "gallery")],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": "src", "OMP_NUM_THREADS": "1"},
+            text=True,
+        )
+        source[0] += f"\n{printed}"
+
+
+CELL = re.compile(
+    r"(?<=<t[dh]).*?(?=</t[dh]>)|(?<=<h1>).*?(?=</h1>)", re.DOTALL
+)
+TEXT = re.compile(r"(?<=>)[^<]+")
+
+
+def may_break(html: str) -> str:
+    """Let names break behind their dots and brackets, and long ones behind underscores.
+
+    A browser would break them anywhere, or make a column as wide as a name.
+    """
+
+    def parts(text: re.Match[str]) -> str:
+        broken = re.sub(
+            r"(?<=[a-z)])([.(\[/=]+)(?=[A-Za-z])", r"\1<wbr>", text[0]
+        )
+        return re.sub(
+            r"\w{24,}", lambda name: name[0].replace("_", "_<wbr>"), broken
+        )
+
+    return TEXT.sub(parts, html)
+
+
+def break_names(
+    app: Any, page: str, template: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Let names break in tables, in the title, and in those of the pages before and after."""
+    context["body"] = CELL.sub(
+        lambda cell: may_break(cell[0]), context.get("body", "")
+    )
+    for neighbour in filter(None, (context.get("prev"), context.get("next"))):
+        neighbour["title"] = may_break(f">{neighbour['title']}")[1:]
+
+
 def setup(app: Any) -> None:
-    """Register the functions that choose and link the contents of the reference."""
+    """Register what lists reports, breaks names, and chooses and links parts of the reference."""
+    app.connect("html-page-context", break_names)
+    app.connect("source-read", add_reports)
     app.connect("autoapi-skip-member", skip)
     app.connect("missing-reference", refer)

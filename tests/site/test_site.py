@@ -13,6 +13,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from sphinx.util.inventory import InventoryFile
 
+from tests.support.run_files import HEADLINES
+
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "site"
 SOURCE = ROOT / "src"
@@ -172,6 +174,15 @@ def test_every_page_is_built():
         assert built.exists(), page
 
 
+@pytest.mark.parametrize("kind", HEADLINES)
+def test_the_gallery_has_a_report_on_a_training_for_each_kind_of_finding(pages, kind):
+    gallery, report = SITE / "gallery.html", SITE / "gallery" / f"{kind}.html"
+    assert f"gallery/{kind}.html" in pages[gallery.resolve()].links
+    shown = html.unescape(report.read_text())
+    assert f"<h1>{HEADLINES[kind][1]}</h1>" in shown
+    assert "Script: docs/gallery.py. Started: " in shown
+
+
 def test_the_library_s_code_is_shown_by_the_reference_and_not_downloaded():
     ours = {path.name for path in SOURCE.rglob("*.py")}
     assert [path.name for path in (SITE / "_downloads").rglob("*.py") if path.name in ours] == []
@@ -198,6 +209,21 @@ BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
 )
 MEASURE = """<pre></pre><script>
+const wider = (selector) => (page) =>
+  [...page.querySelectorAll(selector)].some((box) => box.scrollWidth > box.clientWidth);
+const breaksInsideWords = (selector) => (page) => {
+  const texts = [...page.querySelectorAll(selector)].flatMap((code) => [...code.childNodes]);
+  return texts.some((text) =>
+    [...(text.nodeValue ?? "").matchAll(/[A-Za-z]+/g)].some((word) => {
+      const range = page.createRange();
+      range.setStart(text, word.index);
+      range.setEnd(text, word.index + word[0].length);
+      return range.getClientRects().length > 1;
+    }));
+};
+const inRows = (selector) => (page) =>
+  [...page.querySelectorAll(selector)].some((set) =>
+    new Set([...set.querySelectorAll(":scope > label")].map((tab) => tab.offsetTop)).size > 1);
 (async () => {
   for (const page of PAGES) {
     const frame = document.createElement("iframe");
@@ -205,33 +231,49 @@ MEASURE = """<pre></pre><script>
     frame.src = page;
     document.body.append(frame);
     await new Promise((loaded) => { frame.onload = loaded; });
-    const wider = (box) => box.scrollWidth > box.clientWidth;
-    if ([...frame.contentDocument.querySelectorAll("SELECTOR")].some(wider))
-      document.querySelector("pre").append(`${page}\\n`);
+    if ((FAULT)(frame.contentDocument)) document.querySelector("pre").append(`${page}\\n`);
     frame.remove();
   }
   document.title = "measured";
 })();
 </script>"""
+WIDER_THAN_THEIR_PLACE = [
+    (390, 'wider(".content")'),  # on a phone, tables, code and wide pictures scroll by themselves
+    (1400, 'wider(".content, article .table-wrapper")'),
+]
 
 
-@pytest.mark.skipif(not BROWSER, reason="no Chromium or Chrome is on PATH")
-@pytest.mark.parametrize(
-    ("width", "selector"),
-    [(390, ".content"), (1400, ".content, article .table-wrapper")],
-    ids=["page, on a phone", "table, in a wide window"],
-)
-def test_nothing_is_wider_than_its_place(width, selector, pages, tmp_path):
-    """On a phone, tables, code and wide pictures scroll by themselves."""
-    measure = tmp_path / "measure.html"
+def pages_with(fault, width, pages, folder):
+    """The pages that show a fault in a browser of this width."""
+    measure = folder / "measure.html"
     places = json.dumps([path.as_uri() for path in pages])
-    script = MEASURE.replace("WIDTH", str(width)).replace("SELECTOR", selector)
+    script = MEASURE.replace("WIDTH", str(width)).replace("FAULT", fault)
     measure.write_text(script.replace("PAGES", places))
     options = "--headless=new --no-sandbox --disable-gpu --allow-file-access-from-files"
-    profile = f"--user-data-dir={tmp_path / 'profile'}"
+    profile = f"--user-data-dir={folder / 'profile'}"
     command = [BROWSER, *options.split(), profile, "--virtual-time-budget=300000", "--dump-dom"]
     result = subprocess.run(
         [*command, measure.as_uri()], capture_output=True, text=True, timeout=300, check=True
     )
     assert "<title>measured</title>" in result.stdout
-    assert re.findall(r"<pre>(.*?)</pre>", result.stdout, re.DOTALL) == [""]
+    return re.findall(r"<pre>(.*?)</pre>", result.stdout, re.DOTALL)[0].splitlines()
+
+
+@pytest.mark.skipif(not BROWSER, reason="no Chromium or Chrome is on PATH")
+@pytest.mark.parametrize(("width", "fault"), WIDER_THAN_THEIR_PLACE, ids=["phone", "wide window"])
+def test_nothing_is_wider_than_its_place(width, fault, pages, tmp_path):
+    assert pages_with(fault, width, pages, tmp_path) == []
+
+
+@pytest.mark.skipif(not BROWSER, reason="no Chromium or Chrome is on PATH")
+@pytest.mark.parametrize("width", [390, 1400])
+def test_no_name_in_a_table_breaks_inside_a_word(width, pages, tmp_path):
+    fault = 'breaksInsideWords("article :is(td, th) code .pre")'
+    assert pages_with(fault, width, pages, tmp_path) == []
+
+
+@pytest.mark.skipif(not BROWSER, reason="no Chromium or Chrome is on PATH")
+def test_the_tabs_of_all_frameworks_stay_in_one_row_on_a_phone(tmp_path):
+    tabbed = [path for path in SITE.glob("*.html") if "sd-tab-set" in path.read_text()]
+    assert len(tabbed) >= 2
+    assert pages_with('inRows(".sd-tab-set")', 390, tabbed, tmp_path) == []

@@ -6,15 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from gradscaler.demo._training import MODES, Run, picture
 from gradscaler.diagnose.report._picture import png_of
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
-GREY, RED, BLUE = "#555555", "#D55E00", "#0072B2"
+RED, YELLOW, GREEN, BLUE = "#D55E00", "#E69F00", "#009E73", "#0072B2"
+GREY = "#777777"  # about as far from white as from black, so that either may be behind it
+ON_ANY_GROUND: dict[Any, str] = {
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none"),
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), GREY),
+    **dict.fromkeys(("xtick.color", "ytick.color"), GREY),
+}
 COLOURS = dict(zip(MODES, (GREY, RED, BLUE), strict=True))
 
 SMALLEST = -24  # log2 of fp16's smallest subnormal
@@ -22,6 +30,7 @@ SMALLEST_NORMAL = -14
 LARGEST = 16  # fp16 ends just below 2**16
 
 
+@rc_context(ON_ANY_GROUND)
 def draw(runs: list[Run], held_out: np.ndarray, output: Path) -> None:
     """Draw the held-out patches, the patches that each mode restores, and three panels of causes.
 
@@ -30,7 +39,8 @@ def draw(runs: list[Run], held_out: np.ndarray, output: Path) -> None:
         held_out: the true patches.
         output: the file to write.
     """
-    figure = Figure(figsize=(11, 6.4), dpi=150, layout="constrained")
+    layout = ConstrainedLayoutEngine(h_pad=0.08, rect=(0.005, 0, 0.99, 1))  # or it cuts off texts
+    figure = Figure(figsize=(9, 5.6), dpi=180, layout=layout)
     FigureCanvasAgg(figure)
     above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(1, 1.25))[:, 0]
     _draw_pictures(above.subplots(1, 1 + len(MODES)), runs[: len(MODES)], held_out)
@@ -46,7 +56,7 @@ def draw(runs: list[Run], held_out: np.ndarray, output: Path) -> None:
 
 
 def _draw_pictures(all_axes: np.ndarray, runs: list[Run], held_out: np.ndarray) -> None:
-    pictures = [(held_out, "held-out photograph", "black")]
+    pictures = [(held_out, "held-out photograph", GREY)]
     for run in runs:
         title = f"{run.mode}: {round(100 * run.explained) + 0} %"
         pictures.append((run.restored, title, COLOURS[run.mode]))
@@ -103,16 +113,16 @@ def _draw_exponents(axes: Axes, run: Run, scale: float) -> None:
     axes.set_ylim(0, top)
     axes.set_xlim(left, LARGEST + 5)
     for low, high, colour, text in (
-        (left, SMALLEST, "#F3D9CC", "flushed to zero"),
-        (SMALLEST, SMALLEST_NORMAL, "#F4EFD3", "sub-\nnormal"),
-        (SMALLEST_NORMAL, LARGEST, "#E4EFE4", "fp16 normal numbers"),
-        (LARGEST, LARGEST + 5, "white", "inf"),
+        (left, SMALLEST, RED, "flushed to zero"),
+        (SMALLEST, SMALLEST_NORMAL, YELLOW, "sub-\nnormal"),
+        (SMALLEST_NORMAL, LARGEST, GREEN, "fp16 normal\nnumbers"),
+        (LARGEST, LARGEST + 5, "none", "inf"),
     ):
-        axes.axvspan(low, high, color=colour, linewidth=0, zorder=0)
+        axes.axvspan(low, high, color=colour, alpha=0.15, linewidth=0, zorder=0)
         axes.text((low + high) / 2, 0.98 * top, text, ha="center", va="top", fontsize=7.5)
     bold: dict[str, Any] = {"ha": "center", "va": "top", "fontsize": 8, "fontweight": "bold"}
-    for exponents, colour, text in shown:
-        axes.text(float(np.median(exponents)), 0.84 * top, text, color=colour, **bold)
+    for height, (exponents, colour, text) in zip((0.84, 0.77), shown, strict=True):
+        axes.text(float(np.median(exponents)), height * top, text, color=colour, **bold)
     axes.set_title("Weight gradients during the fp16 run", loc="left")
     axes.set_xlabel("log$_2$ of the magnitude", fontsize=9)
     axes.set_ylabel("% of gradients", fontsize=9)
