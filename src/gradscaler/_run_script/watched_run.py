@@ -99,7 +99,7 @@ class WatchedRun:
         text, first = f": {verdict.text}", verdict.findings[0]
         if first.action in self._advice:
             text = f", as said above{text.replace(first.text, first.cause, 1)}"
-        file, bad = shown(self._path), self._monitor.bad_step or 0
+        file, bad = shown(self._path), next(iter(first.steps), 0)
         is_made_before = first.kind == "data" and bad > 1 and self._watch is None
         ranks = re.sub(r"\.rank\d+\.jsonl", ".rank*.jsonl", file)
         say(

@@ -67,9 +67,9 @@ def _of_large_numbers(evidence: Evidence, so: str) -> Finding | None:
         "activations",
         f"The forward pass makes numbers that are too large from the start (the first loss is "
         f"{first:g}), and then Inf or NaN{at_line(found)}, so {so}.",
-        "Look at the first weights (those of a recurrent layer multiply at each time step: use a "
-        "smaller gain) and at inputs that are not normalized; use a normalization layer, and clip "
-        "gradients.",
+        "Look at inputs that are not normalized, and at the first weights (those of a recurrent "
+        "layer multiply at each time step: use a smaller gain); use a normalization layer, and "
+        "clip gradients.",
         found.module or None,
         found.line,
     )

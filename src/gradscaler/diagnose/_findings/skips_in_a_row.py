@@ -29,7 +29,7 @@ _UNTRAINED = "look at what writes its weights: an average's decay must be below 
 _UNTRAINED_IN_FLOAT16 = f"run it in float32 (autocast(enabled=False)), or {_UNTRAINED}"
 _LOOK_AT = (
     "look at the data and how they are prepared, such as 0 / 0 (a deviation, sum or count of 0, "
-    "the deviation of one element) or 0 * Inf (a mask)"
+    "the deviation of one element), the logarithm of 0, or 0 * Inf (a mask)"
 )
 _NOT_RECORDED = (
     "Whether they overflow or are NaN at every scale is not known: give monitor.record() loss= and "
