@@ -113,8 +113,8 @@ def bad_state(evidence: Evidence) -> Finding | None:
         taken = (
             "that was taken without the scaler, or on gradients that were changed after unscale_()"
         )
-    if "_sq of" in evidence.state:
-        taken += ", or were beyond 1e19, as their squares leave float32: normalize the inputs"
+    elif "_sq of" in evidence.state:
+        taken += ", or beyond 1e19, as their squares leave float32 (normalize the inputs)"
     return Finding(
         "state",
         f"The optimizer's {evidence.state} is Inf or NaN, so each of its steps writes that into "
