@@ -282,12 +282,23 @@ def smoke_test(session: nox.Session, python: str, path: str) -> None:
     session.run(str(folder / "bin" / "gradscaler"), "doctor", external=True, silent=True)
 
 
-TESTS = ["lint", *(f"test-{framework}" for framework in ENVIRONMENT_OF)]
+TESTS = [*(f"test-{framework}" for framework in ENVIRONMENT_OF), "lint"]  # the longest first
 
 
-@task("test", *TESTS, "test-integrations", "test-engines", "test-package", "docs")
+def side_by_side(session: nox.Session, *names: str) -> None:
+    """Run sessions two at a time: one fills the cores where another installs or checks types.
+
+    The output of each comes as a whole, at its end. If one fails, the others run, and this fails.
+    """
+    options = ["--jobs=2", "--keep-going", "--output-sync=target", "--no-print-directory"]
+    session.run("make", *options, *names, external=True)
+
+
+@task("test")
 def test(session: nox.Session) -> None:
     """Run the linter and all tests, with every framework, and build the site."""
+    side_by_side(session, *ENVIRONMENTS)  # sessions that share one must not both make it
+    side_by_side(session, *TESTS, "test-integrations", "test-engines", "test-package", "docs")
 
 
 # What makes each library use the instructions of an older processor. Keras takes TensorFlow's
