@@ -103,9 +103,19 @@ def run(session: nox.Session, environment: str, *command: str, **options: Any) -
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
+# Tests compile the same functions of JAX. Within a run each is compiled once, for all processes.
+COMPILED = "JAX_COMPILATION_CACHE_DIR"
+COMPILE_ONCE = {
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+
+
 def runs_of(framework: str) -> list[dict[str, str]]:
     """The environment variables of each run of a framework's tests."""
-    named = {"GRADSCALER_FRAMEWORK": framework, **ONE_THREAD}
+    folder = str(Path(f".venv/compiled-{framework}").absolute())
+    shutil.rmtree(folder, ignore_errors=True)
+    named = {"GRADSCALER_FRAMEWORK": framework, COMPILED: folder, **COMPILE_ONCE, **ONE_THREAD}
     return [named | {"KERAS_BACKEND": each} for each in BACKENDS.get(framework, ())] or [named]
 
 
