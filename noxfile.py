@@ -105,19 +105,20 @@ IN_PARALLEL = ["-n", "auto", "--dist", "loadgroup"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
-# Tests compile the same functions of JAX. Within a run each is compiled once, for all processes.
-COMPILED = "JAX_COMPILATION_CACHE_DIR"
-COMPILE_ONCE = {
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-}
+def compiling_once(framework: str) -> dict[str, str]:
+    """Variables by which a run's processes share what JAX compiles, in a folder that is emptied."""
+    folder = Path(f".venv/compiled-{framework}").absolute()
+    shutil.rmtree(folder, ignore_errors=True)
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
 
 
 def runs_of(framework: str) -> list[dict[str, str]]:
     """The environment variables of each run of a framework's tests."""
-    folder = str(Path(f".venv/compiled-{framework}").absolute())
-    shutil.rmtree(folder, ignore_errors=True)
-    named = {"GRADSCALER_FRAMEWORK": framework, COMPILED: folder, **COMPILE_ONCE, **ONE_THREAD}
+    named = {"GRADSCALER_FRAMEWORK": framework, **compiling_once(framework), **ONE_THREAD}
     return [named | {"KERAS_BACKEND": each} for each in BACKENDS.get(framework, ())] or [named]
 
 
