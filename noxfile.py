@@ -100,8 +100,8 @@ def run(session: nox.Session, environment: str, *command: str, **options: Any) -
 
 
 # Tests run in as many processes as there are cores. A second thread in each took twice the time.
-# Files whose tests share a slow start are an xdist_group, which one process runs.
-IN_PARALLEL = ["-n", "auto", "--dist", "loadgroup"]
+# Each begins with a part of the files, so that a slow fixture of a file is made in one process.
+IN_PARALLEL = ["-n", "auto", "--dist", "worksteal"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 

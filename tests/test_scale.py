@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("scale")  # all use one fixture, which is slow
-
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "scale.md").read_text()
 

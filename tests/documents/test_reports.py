@@ -12,8 +12,6 @@ import pytest
 if os.environ.get("GRADSCALER_FRAMEWORK", "torch") != "torch":
     pytest.skip("the reports are PyTorch's", allow_module_level=True)
 
-pytestmark = pytest.mark.xdist_group("reports")  # all use one fixture, which is slow
-
 ROOT = Path(__file__).parents[2]
 # One process, which imports PyTorch once and forks for each training: pytest must not be forked.
 RUN = """

@@ -9,8 +9,6 @@ import pytest
 
 from gradscaler.diagnose import read_run
 
-pytestmark = pytest.mark.xdist_group("keras run")  # all use one fixture, which is slow
-
 SCRIPT = str(Path(__file__).with_name("fits.py"))
 
 

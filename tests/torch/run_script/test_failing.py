@@ -11,8 +11,6 @@ import pytest
 from gradscaler.diagnose import read_run
 from tests.support.marked_lines import lines_marked_in
 
-pytestmark = pytest.mark.xdist_group("run failing")  # all use one fixture, which is slow
-
 FAILING = Path(__file__).with_name("failing.py")
 LINE = Path(lines_marked_in(str(FAILING))("fails")).name
 STOPPED = 3

@@ -10,8 +10,6 @@ import pytest
 
 from gradscaler.diagnose import read_run
 
-pytestmark = pytest.mark.xdist_group("run trainings")  # all use one fixture, which is slow
-
 SCRIPT = str(Path(__file__).with_name("trainings.py"))
 RUN = "-m", "gradscaler", "run"
 TORCHRUN = "-m", "torch.distributed.run", "--nproc-per-node", "2"
