@@ -13,6 +13,8 @@ tasks: $(NOX)
 clean:
 	rm -rf .venv mutants site jupyter_execute docs/reference
 
+# Two tasks at a time would wait for one another with one cache of mypy's.
+%: export MYPY_CACHE_DIR = $(CURDIR)/.mypy_cache/$@
 %: $(NOX) FORCE
 	$(NOX) --session $@ -- $(OPTIONS)
 

@@ -100,12 +100,25 @@ def run(session: nox.Session, environment: str, *command: str, **options: Any) -
 
 
 # Tests run in as many processes as there are cores. A second thread in each took twice the time.
+# Each begins with a part of the files, so that a slow fixture of a file is made in one process.
+IN_PARALLEL = ["-n", "auto", "--dist", "worksteal"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def compiling_once(framework: str) -> dict[str, str]:
+    """Variables by which a run's processes share what JAX compiles, in a folder that is emptied."""
+    folder = Path(f".venv/compiled-{framework}").absolute()
+    shutil.rmtree(folder, ignore_errors=True)
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
 
 
 def runs_of(framework: str) -> list[dict[str, str]]:
     """The environment variables of each run of a framework's tests."""
-    named = {"GRADSCALER_FRAMEWORK": framework, **ONE_THREAD}
+    named = {"GRADSCALER_FRAMEWORK": framework, **compiling_once(framework), **ONE_THREAD}
     return [named | {"KERAS_BACKEND": each} for each in BACKENDS.get(framework, ())] or [named]
 
 
@@ -154,14 +167,14 @@ def test_session(framework: str, environment: str) -> None:
         """Check types, and run doctests and tests with one framework; warnings are errors."""
         scripts = matching(f"examples/{framework}_*.py", f"benchmarks/{framework}_*.py")
         run(session, environment, "-m", "mypy", *CORE, *sources_of(framework), *scripts)
-        options = session.posargs or ["-n", "auto", *tests_of(framework)]
+        options = session.posargs or [*IN_PARALLEL, *tests_of(framework)]
         for variables in runs_of(framework):
             run(session, environment, "-m", "pytest", *options, env=variables)
         # Another device than the CPU is compiled for these tests, and cannot be unloaded again.
         if framework == "torch" and not session.posargs and shutil.which("g++"):
             run(session, environment, "-m", "pytest", "tests/device")
             on_device = {"GRADSCALER_DEVICE": "accel", **ONE_THREAD}
-            run(session, environment, "-m", "pytest", "-n", "auto", "tests/eager", env=on_device)
+            run(session, environment, "-m", "pytest", *IN_PARALLEL, "tests/eager", env=on_device)
 
 
 for framework, environment in ENVIRONMENT_OF.items():
@@ -181,7 +194,7 @@ def quick(session: nox.Session) -> None:
     """Check style and types, and run the tests that need no training (2 minutes)."""
     run(session, "torch", "-m", "mypy", *CORE, *sources_of("torch"))
     slow = "--ignore=tests/eager/test_interrupts.py"  # a quarter of the time
-    options = session.posargs or ["-n", "auto", slow, *QUICK]
+    options = session.posargs or [*IN_PARALLEL, slow, *QUICK]
     run(session, "torch", "-m", "pytest", *options, env=ONE_THREAD)
 
 
@@ -190,7 +203,7 @@ def test_integrations(session: nox.Session) -> None:
     """Test with trainers and other packages that use PyTorch's scaler."""
     install(session, "integrations")
     session.run("mypy", *matching(*(f"examples/{trainer}_*.py" for trainer in TRAINERS)))
-    options = session.posargs or ["-n", "auto", "tests/integrations"]
+    options = session.posargs or [*IN_PARALLEL, "tests/integrations"]
     session.run("python", "-m", "pytest", *options, env=ONE_THREAD)
 
 
@@ -282,12 +295,23 @@ def smoke_test(session: nox.Session, python: str, path: str) -> None:
     session.run(str(folder / "bin" / "gradscaler"), "doctor", external=True, silent=True)
 
 
-TESTS = ["lint", *(f"test-{framework}" for framework in ENVIRONMENT_OF)]
+TESTS = [*(f"test-{framework}" for framework in ENVIRONMENT_OF), "lint"]  # the longest first
 
 
-@task("test", *TESTS, "test-integrations", "test-engines", "test-package", "docs")
+def side_by_side(session: nox.Session, *names: str) -> None:
+    """Run sessions two at a time: one fills the cores where another installs or checks types.
+
+    The output of each comes as a whole, at its end. If one fails, the others run, and this fails.
+    """
+    options = ["--jobs=2", "--keep-going", "--output-sync=target", "--no-print-directory"]
+    session.run("make", *options, *names, external=True)
+
+
+@task("test")
 def test(session: nox.Session) -> None:
     """Run the linter and all tests, with every framework, and build the site."""
+    side_by_side(session, *ENVIRONMENTS)  # sessions that share one must not both make it
+    side_by_side(session, *TESTS, "test-integrations", "test-engines", "test-package", "docs")
 
 
 # What makes each library use the instructions of an older processor. Keras takes TensorFlow's
@@ -329,7 +353,7 @@ def test_processors(session: nox.Session) -> None:
             if processor == "sse4":
                 switches = {**switches, "NPY_DISABLE_CPU_FEATURES": str(choices).strip()}
             for variables in runs_of(framework):
-                command = ["-m", "pytest", *(session.posargs or ["-n", "auto"])]
+                command = ["-m", "pytest", *(session.posargs or IN_PARALLEL)]
                 session.log(f"{framework} on {processor}")
                 run(session, environment, *command, *tests_of(framework), env=variables | switches)
 
@@ -339,7 +363,7 @@ def coverage(session: nox.Session) -> None:
     """Run every framework's tests, and report the package's lines that none of them runs."""
     for framework, environment in ENVIRONMENT_OF.items():
         for variables in runs_of(framework):
-            command = ["coverage", "run", "-m", "pytest", "-n", "auto", *tests_of(framework)]
+            command = ["coverage", "run", "-m", "pytest", *IN_PARALLEL, *tests_of(framework)]
             run(session, environment, "-m", *command, env=variables)
     run(session, "torch", "-m", "coverage", "combine", "--quiet")
     run(session, "torch", "-m", "coverage", "report")
@@ -362,7 +386,7 @@ def run_lowest(session: nox.Session, framework: str, *tests: str, backend: str =
     """Run tests in the session's environment, and allow a warning that old versions give."""
     variables = {"GRADSCALER_FRAMEWORK": framework, "TF_CPP_MIN_LOG_LEVEL": "2"}
     allowed = "ignore:non-integer arguments to randrange"
-    command = ["python", "-m", "pytest", "-n", "auto", "-W", allowed, *tests]
+    command = ["python", "-m", "pytest", *IN_PARALLEL, "-W", allowed, *tests]
     session.run(*command, env=variables | ({"KERAS_BACKEND": backend} if backend else {}))
 
 

@@ -135,8 +135,9 @@ def test_the_charts_are_those_of_the_results(report):
 
 def test_a_chart_has_each_ratio_in_the_panel_of_its_section(report):
     results = report.read_results()
+    charts = report.charts(results)
     for framework in report.NAMES:
-        figure = report.charts(results)[report.PAGES / f"{framework}.png"]
+        figure = charts[report.PAGES / f"{framework}.png"]
         texts = {
             " ".join(axes.get_title("left").split()): [text.get_text() for text in axes.texts]
             for axes in figure.axes

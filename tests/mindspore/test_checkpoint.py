@@ -30,9 +30,8 @@ def save_and_load(source, target, path):
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@pytest.mark.parametrize("stop", [2, 9])
 def test_a_resumed_run_ends_with_the_same_bits(
-    mode, line, inputs, bits, make_optimizer, tmp_path, policy, stop
+    mode, line, inputs, bits, make_optimizer, tmp_path, policy
 ):
     def make_step():
         network = line()
@@ -45,11 +44,16 @@ def test_a_resumed_run_ends_with_the_same_bits(
             step(inputs(seed, OVERFLOWS[seed]))
         return bits(step)
 
-    whole, stopped, resumed = make_step(), make_step(), make_step()
-    run(whole, 0, stop)
-    run(stopped, 0, stop)
-    save_and_load(stopped, resumed, tmp_path / "half.ckpt")
-    assert run(resumed, stop, len(OVERFLOWS)) == run(whole, stop, len(OVERFLOWS))
+    whole, *resumed = make_step(), make_step(), make_step()
+    stops, end = (2, 9), len(OVERFLOWS)
+    for first, stop, each in zip((0, *stops), stops, resumed, strict=False):
+        run(whole, first, stop)
+        save_and_load(whole, each, tmp_path / f"{stop}.ckpt")
+    run(whole, stops[-1], end)
+    assert [run(each, stop, end) for each, stop in zip(resumed, stops, strict=True)] == [
+        bits(whole),
+        bits(whole),
+    ]
 
 
 def test_a_functional_scalers_parameters_can_be_saved_with_others(mode, tmp_path):

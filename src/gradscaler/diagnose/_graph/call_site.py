@@ -112,6 +112,7 @@ def called(own: str) -> str:
     return _CALLED.get(name, name)
 
 
+@cache  # a graph has the same few names again and again
 def differentiated(node: str) -> str:
     """The operation whose gradient a node of PyTorch's graph computes, from the node's name.
 

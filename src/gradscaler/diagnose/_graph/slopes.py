@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 
 from gradscaler.diagnose._gradients.reading import Tensor, read
 from gradscaler.diagnose._graph.call_site import Node, operation_of
@@ -86,6 +87,11 @@ def _poles_of(node: Node) -> tuple[str, tuple[float, ...]]:
         exponent = getattr(node, "_saved_exponent", None)
     if isinstance(exponent, (int, float)) and exponent >= 1:
         return "", ()
+    return _poles_of_operation(operation)
+
+
+@cache
+def _poles_of_operation(operation: str) -> tuple[str, tuple[float, ...]]:
     return next((found for names, found in _POLES.items() if re.match(names, operation)), ("", ()))
 
 
