@@ -95,20 +95,23 @@ class Remainders:
 
     def open(self, piece: Piece, entries: list[torch.Tensor]) -> None:
         assert piece.wide is not None
-        assert piece.narrow is not None
+        assert piece.units is not None
+        is_float16 = piece.dtype is torch.float16
+        remainder = piece.gradients if is_float16 else piece.narrow
+        assert remainder is not None
         torch._foreach_copy_(piece.wide_views, piece.locals)
-        torch._foreach_copy_(piece.narrow_views, entries)
-        join_(piece.wide, piece.narrow, piece.dtype)
+        torch._foreach_copy_(piece.gradient_views if is_float16 else piece.narrow_views, entries)
+        join_(piece.wide, remainder, piece.units, piece.dtype)
 
     def close(self, piece: Piece, entries: list[torch.Tensor]) -> None:
         assert piece.wide is not None
         assert piece.narrow is not None
         assert piece.gradients is not None
+        assert piece.units is not None
         assert piece.remainders is not None
-        narrow = piece.narrow.view(piece.dtype).copy_(piece.wide)
-        near = piece.gradients.copy_(narrow)  # the gradients are no longer needed
-        distances = split_(piece.wide, narrow, near)
-        piece.remainders.copy_(distances)  # the float32 values are no longer needed either
+        narrow = piece.narrow.view(piece.dtype)
+        # The gradients are no longer needed, so their memory is free.
+        split_(piece.wide, narrow, piece.gradients, piece.units, piece.remainders)
         # In one call, which nothing interrupts. All are int16, for the kernel that takes them all.
         locals_ = [local.view(torch.int16) for local in piece.locals]
         torch._foreach_copy_([*locals_, *entries], [*piece.narrow_views, *piece.remainder_views])
