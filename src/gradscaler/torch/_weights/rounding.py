@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-_EXPONENT = 0x7F800000  # mask of the exponent's bits in a float32
+# The mask of the exponent's bits in a float32: a tensor, which int32 tensors take without a cast.
+_EXPONENT = torch.tensor(0x7F800000, dtype=torch.int32, device="cpu")
 # Around it, float32 numbers are the integers: a sum is rounded to even, and its bits end with it.
 _INTEGERS = 1.5 * 2.0**23
 
@@ -44,26 +45,21 @@ def split(wide: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
         the error is at most 2**-41; that of float16 itself is up to 2**-25. A zero loses its sign
         in float16.
     """
-    near, unit = torch.empty_like(wide), torch.empty_like(wide)
     narrow = torch.empty_like(wide, dtype=dtype)
-    return narrow, split_(wide, narrow, near, unit, torch.empty_like(wide, dtype=torch.int16))
+    remainder = torch.empty_like(wide, dtype=torch.int16)
+    return narrow, split_(wide.clone(), narrow, torch.empty_like(wide), remainder)
 
 
 def split_(
-    wide: torch.Tensor,
-    narrow: torch.Tensor,
-    near: torch.Tensor,
-    unit: torch.Tensor,
-    remainder: torch.Tensor,
+    wide: torch.Tensor, narrow: torch.Tensor, near: torch.Tensor, remainder: torch.Tensor
 ) -> torch.Tensor:
     """Do the work of :func:`split` in given memory.
 
     Args:
-        wide: float32 values. They stay.
+        wide: float32 values. They are overwritten.
         narrow: the memory of the 16-bit values.
         near: float32 memory, which is overwritten.
-        unit: another one. ``remainder`` may lie in it.
-        remainder: int16 memory of the remainders.
+        remainder: int16 memory of the remainders. It may lie in that of ``near``.
 
     Returns:
         ``remainder``.
@@ -71,13 +67,13 @@ def split_(
     if narrow.dtype is torch.bfloat16:
         return _split_bits(wide.view(torch.int32), narrow, near.view(torch.int32), remainder)
     near.copy_(narrow.copy_(wide))
-    unit = _unit(near, unit)
     # An Inf or NaN has no distance. join() restores it whatever its remainder is.
-    distance, integers = torch.sub(wide, near, out=near), near.new_full((), _INTEGERS)
-    steps = torch.addcdiv(integers, distance, unit, value=2.0**24, out=near)
+    distance, unit = wide.sub_(near), _unit(near, out=near)
+    integers = wide.new_full((), _INTEGERS)
+    steps = torch.addcdiv(integers, distance, unit, value=2.0**24, out=wide)
     remainder.copy_(steps.view(torch.int32))
-    if not (steps.is_cpu and steps.numel() and steps.amax() <= _INTEGERS + 32767):
-        narrow.add_(steps > _INTEGERS + 32767, alpha=2.0**-24)
+    if not (remainder.is_cpu and remainder.numel() and remainder.amin().item() > -32768):
+        narrow.add_(steps > _INTEGERS + 32767, alpha=2.0**-24)  # 32768 has wrapped around
     return remainder
 
 
@@ -123,7 +119,7 @@ def join_(
         # Other code has set a value to zero, and the old remainder is negative. The bits wrapped
         # around, to a NaN that no remainder of a NaN gives.
         return near.masked_fill_((bits | -(2**31)) >= -(2**15), 0)
-    return near.addcmul_(remainder, _unit(near, unit), value=2.0**-24)
+    return near.addcmul_(remainder, _unit(near, out=unit), value=2.0**-24)
 
 
 def round_at_random(wide: torch.Tensor, dtype: torch.dtype, random: torch.Tensor) -> torch.Tensor:
@@ -154,12 +150,12 @@ def random_bits(count: int, generator: torch.Generator) -> torch.Tensor:
     return words.view(torch.int16)[:count]
 
 
-def _unit(near: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """2**24 times the unit of a float16's remainder, in given memory.
+def _unit(near: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """2**24 times the unit of a float16's remainder.
 
     It is the largest power of two that is at most ``abs(near)``, clamped to 2**-16 from below. The
     unit is therefore half of float32's spacing at ``near``. It must be half, because float32's
     spacing is halved just below a power of two.
     """
-    torch.bitwise_and(near.view(torch.int32), _EXPONENT, out=memory.view(torch.int32))
-    return memory.clamp_(2.0**-16, 2.0**15)
+    torch.bitwise_and(near.view(torch.int32), _EXPONENT, out=out.view(torch.int32))
+    return out.clamp_(2.0**-16, 2.0**15)
