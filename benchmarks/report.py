@@ -35,7 +35,7 @@ NAMES = {
     "mindspore": "MindSpore",
     "tensorplay": "TensorPlay",
 }
-OTHER_WEIGHTS = "torch_master_weights"  # compares no scaler with a native one
+OTHER_WEIGHTS = "torch_master_weights", "torch_weights"  # compare no scaler with a native one
 SECTIONS = {  # the headings on a page; any other benchmark is of a whole step
     "torch_curves": "By the number and the size of tensors",
     "torch_distributed": "Two processes",
@@ -44,6 +44,7 @@ SECTIONS = {  # the headings on a page; any other benchmark is of a whole step
     "torch_loop": "A whole loop of a small model",
     "torch_master_weights": "Weights in 16 bits, beside float32 ones",
     "torch_monitor": "With a monitor",
+    "torch_weights": "A training step with weights in 16 bits",
     "torch_run": "Under gradscaler run, without a scaler",
     "keras_optimizer.jax": "On JAX",
     "keras_optimizer.tensorflow": "On TensorFlow",
@@ -134,7 +135,7 @@ NOTES = {
 by the norm, in both. With two processes, "native" is FSDP's `ShardedGradScaler`. With a monitor,
 "native" is gradscaler without a monitor; under `gradscaler run`, it is the script by itself. With
 weights in 16 bits, "ours" is `MasterWeights`, and "native" is PyTorch's scaler and the same AdamW
-on float32 weights.
+on float32 weights. For a training step with them, "native" is float32 weights under autocast.
 """,
     "jax": """JAX has no scaler of its own: "native" is flax's, jmp's or the step without scaling,
 as the row says. "Compilation" is the time to compile the step, once in a run.
@@ -168,6 +169,9 @@ NOT_RUN = """
 Not measured, because there was no GPU. None of these figures apply to a GPU; `make bench-gpu`
 measures one.
 """
+
+WEIGHTS_PAGE = HERE.parent / "docs" / "weights.md"
+WEIGHTS_HEADING = "Weights, optimizer", "Time of a step", "Bytes per weight", "At the highest point"
 
 Results = dict[str, tuple[dict[str, Any], list[paired.Comparison]]]
 
@@ -336,12 +340,12 @@ def first_page(results: Results) -> str:
         (name, each)
         for name, (_, comparisons) in results.items()
         for each in comparisons
-        if not name.startswith("imports_") and name != OTHER_WEIGHTS
+        if not name.startswith("imports_") and name not in OTHER_WEIGHTS
     ]
     faster = sum(each.interval[1] < 1 for _, each in every)
     slower = [(name, each) for name, each in every if each.interval[0] > 1]
     clipping, small = rows[0][1], rows[4][1]
-    weights = sorted(each.ratio for each in results[OTHER_WEIGHTS][1])
+    weights = sorted(each.ratio for each in results[OTHER_WEIGHTS[0]][1])
     bare = sum(each.workload.endswith("to unscaled") for _, each in slower)
     added = [_added_by_import(each) for each in _imports(results)]
     alone = "All" if bare == len(slower) else f"{bare} of the"
@@ -412,6 +416,24 @@ def framework_page(results: Results, framework: str) -> str:
     return text
 
 
+def weights_table() -> str:
+    """The table on docs/weights.md: time and memory of each way to keep weights."""
+    measured = json.loads((HERE / "results" / "torch_weights.json").read_text())
+    ratios = {each["workload"]: f"{each['ratio']:.2f}" for each in measured["results"]}
+    rows = [
+        (way, ratios.get(way, "1"), *map(str, bytes_per_weight))
+        for way, bytes_per_weight in measured["bytes"].items()
+    ]
+    return paired.aligned([WEIGHTS_HEADING, *rows])
+
+
+def with_table(page: str, table: str) -> str:
+    """A page with a table in place of the one that has the same heading."""
+    (column, *_) = table.partition("\n")
+    first, second = (re.escape(cell.strip()) for cell in column.split("|")[1:3])
+    return re.sub(rf"\| {first} +\| +{second} \|[^\n]*(\n\|[^\n]*)*", lambda _: table, page)
+
+
 def _place(benchmark: str) -> tuple[bool, bool]:
     """Steps come first on a page, and imports last."""
     return benchmark.startswith("imports_"), benchmark in SECTIONS
@@ -424,6 +446,7 @@ def main() -> None:
     PAGES.mkdir(exist_ok=True)
     for framework in NAMES:
         (PAGES / f"{framework}.md").write_text(framework_page(results, framework))
+    WEIGHTS_PAGE.write_text(with_table(WEIGHTS_PAGE.read_text(), weights_table()))
     for path, figure in charts(results).items():
         path.write_bytes(png_of(figure))
 

@@ -104,23 +104,37 @@ def resident(field: str) -> int:
     return 1024 * int(found[1])
 
 
-def measure_memory(store: str, fused: bool) -> tuple[float, float]:
-    """Bytes per parameter after some steps, and at the highest point of the last one."""
-    trim = ctypes.CDLL(None).malloc_trim
-    small = eager.Workload("small", [(512, 512)] * 2, calls=1)
-    Training(store, small, fused).step()  # threads and code are there
-    trim(0)
-    before = resident("VmRSS")
-    training = Training(store, IN_MEMORY, fused)
+def trim() -> None:
+    """Give memory that is free back to the system, so that it is not counted as resident."""
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def highest_resident(step: Callable[[], object]) -> tuple[int, int]:
+    """Bytes of the process after some steps, and at the highest point of one more."""
     for _ in range(STEPS):
-        training.make_gradients()
-        training.step()
-    trim(0)
+        step()
+    trim()
     Path("/proc/self/clear_refs").write_text("5")  # the highest point is now
     after = resident("VmRSS")
-    training.step()
+    step()
+    return after, resident("VmHWM")
+
+
+def measure_memory(store: str, fused: bool) -> tuple[float, float]:
+    """Bytes per parameter after some steps, and at the highest point of the last one."""
+    small = eager.Workload("small", [(512, 512)] * 2, calls=1)
+    Training(store, small, fused).step()  # threads and code are there
+    trim()
+    before = resident("VmRSS")
+    training = Training(store, IN_MEMORY, fused)
+
+    def step() -> None:
+        training.make_gradients()
+        training.step()
+
+    after, highest = highest_resident(step)
     count = sum(parameter.numel() for parameter in training.parameters)
-    return (after - before) / count, (resident("VmHWM") - before) / count
+    return (after - before) / count, (highest - before) / count
 
 
 def memory_table() -> str:

@@ -41,7 +41,7 @@ def test_every_measurement_is_on_a_page_and_every_slower_one_on_the_first(report
             _, _, section = pages[framework].partition(f"\n## {report.section_of(name)}\n")
             assert row in section.partition("\n## ")[0]
             slower = sorted(each.ratios)[len(each.ratios) // 4] > 1 and each.interval[0] > 1
-            if slower and not name.startswith("imports_") and name != report.OTHER_WEIGHTS:
+            if slower and not name.startswith("imports_") and name not in report.OTHER_WEIGHTS:
                 assert f"| {report.NAMES[framework]}: {row[2:]}" in first
 
 
@@ -93,6 +93,17 @@ def test_two_workloads_of_a_section_have_two_names(report):
     for _, comparisons in report.read_results().values():
         names = [report.readable(each.workload) for each in comparisons]
         assert len(set(names)) == len(names)
+
+
+def test_the_page_on_weights_has_the_time_and_memory_of_each_way(report):
+    page = (ROOT / "docs" / "weights.md").read_text()
+    measured = report.weights_table()
+    assert measured in page
+    assert report.with_table(page.replace(measured, measured[:-40]), measured) == page
+    stores = ['"float32"', '"remainder16"', '"stochastic"']
+    ways = ["float32, autocast", "bfloat16, PyTorch's AdamW"]
+    rows = [row.split("|")[1].strip() for row in measured.splitlines()[2:]]
+    assert rows == [*ways, *(f"MasterWeights, {store}" for store in stores)]
 
 
 @pytest.mark.parametrize(

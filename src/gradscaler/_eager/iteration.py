@@ -12,7 +12,7 @@ from gradscaler._eager.operations import FoundInf, Optimizer, Tensor
 from gradscaler._eager.stages import Stage
 from gradscaler.errors import CallOrderError
 from gradscaler.outcome import StepOutcome
-from gradscaler.policies import Policy, State, amax_interval
+from gradscaler.policies import Policy, State
 
 
 class Iteration(defaultdict[int, Any]):
@@ -139,7 +139,7 @@ class Iteration(defaultdict[int, Any]):
 
     def amaxes(self, policy: Policy) -> list[Tensor]:
         """Each optimizer's largest gradient; empty if the policy does not need them."""
-        if not amax_interval(policy):
+        if not getattr(policy, "amax_interval", 0):
             return []
         uncounted = (each for each in self.all_gradients() if not each.is_counted)
         return [each.amax for each in uncounted if each.amax is not None]

@@ -647,9 +647,12 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             overflowed = any(map(self._operations.any_set, found_infs))
             self._retry_state.close_loop(keeps_scale=bool(found_infs) and not overflowed)
         state = self._retry_state.backed_off or state
+        return self._moved(state, found_infs, self._iteration.amaxes(self._policy))
+
+    def _moved(self, state: State, found_infs: list[FoundInf], amaxes: list[Tensor]) -> State:
+        """The state after ``state`` and these checks; the same one if nothing was checked."""
         if not found_infs:
             return state
-        amaxes = self._iteration.amaxes(self._policy)
         return self._operations.next_state(self._policy, state, found_infs, amaxes)
 
     def _end_iteration(self) -> None:

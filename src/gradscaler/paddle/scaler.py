@@ -17,6 +17,7 @@ from gradscaler._eager.iteration import Iteration
 from gradscaler._eager.operations import FoundInf, Operations, Tensor
 from gradscaler._eager.retries import DEFAULT_MAX_RETRIES
 from gradscaler._eager.scaler import EagerScaler
+from gradscaler._eager.stages import Stage
 from gradscaler._formats import reading
 from gradscaler._formats.layouts import (
     PADDLE_DEFAULTS,
@@ -564,6 +565,16 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             return gradient_scale
         return gradient_scale._replace(amax_interval=1)
 
+    def _unscaled(
+        self, optimizer: PaddleOptimizer, gradients: Gradients, gradient_scale: GradientScale
+    ) -> Gradients:
+        """Unscale for a step. ``step`` has made all the checks of ``unscale_``."""
+        is_own = getattr(self.unscale_, "__func__", None) is GradScaler.unscale_
+        if gradients.stage is not Stage.SCALED or not is_own or self._unscale_is_replaced():
+            return super()._unscaled(optimizer, gradients, gradient_scale)
+        self._divide(gradients.optimizer, gradients, gradient_scale)
+        return gradients
+
     def _scale_moves(self) -> bool:
         return self._use_dynamic_loss_scaling
 
@@ -575,24 +586,19 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         if not self._use_dynamic_loss_scaling:
             self._iteration.pop(id(optimizer), None)
 
-    def _next_state(self, state: State) -> State:
+    def _moved(self, state: State, found_infs: list[FoundInf], amaxes: list[np.float32]) -> State:
         """The state after this iteration.
 
         Optimizers that step without another loss since the last update are added to that update's
         step, which is decided again from its first state.
         """
-        moved = super()._next_state(state)
-        start, optimizers = self._retry_state.backed_off or state, self._iteration.uncounted()
-        found_infs, amaxes = self._iteration.found_infs(), self._iteration.amaxes(self._policy)
-        last = self._updated
+        start, optimizers, last = state, self._iteration.uncounted(), self._updated
         if last is not None and optimizers.isdisjoint(last.optimizers):
             start, optimizers = last.start, optimizers | last.optimizers
             found_infs, amaxes = last.found_infs + found_infs, last.amaxes + amaxes
-            if found_infs:
-                moved = _operations.next_state(self._policy, start, found_infs, amaxes)
         if self._iteration.loss is not None:
             self._update_to_come = _Update(start, optimizers, found_infs, amaxes)
-        return moved
+        return super()._moved(start if found_infs else state, found_infs, amaxes)
 
     def _end_iteration(self) -> None:
         # Only now, so that an interrupted update() decides the same when it is called again.

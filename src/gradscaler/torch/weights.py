@@ -366,7 +366,7 @@ class MasterWeights(torch.optim.Optimizer):
         """
         assert self._wrapped is not None
         stand_ins: StandIns = {}
-        gradients: StandIns = {}
+        gradients: list[torch.Tensor] = []
         for piece in chunk:
             piece.look_up()
             if piece.is_narrow:
@@ -374,12 +374,11 @@ class MasterWeights(torch.optim.Optimizer):
             else:
                 values = piece.spans([p.detach() for p in piece.parameters])
             stand_ins.update(zip(piece.parameters, values, strict=True))
-            for p, grad in zip(piece.parameters, piece.widened_gradients(factor), strict=True):
-                gradients[p] = like(p, grad)
+            gradients += map(like, piece.parameters, piece.widened_gradients(factor))
         narrow = [piece for piece in chunk if piece.is_narrow]
         try:
-            for p, stand_in in stand_ins.items():
-                stand_in.grad = gradients[p]
+            for stand_in, gradient in zip(stand_ins.values(), gradients, strict=True):
+                stand_in.grad = gradient
             if all(piece.is_whole for piece in chunk):
                 self._wrapped.step(
                     self.param_groups, places, stand_ins, self.state, scale, found_inf
@@ -408,7 +407,7 @@ class MasterWeights(torch.optim.Optimizer):
         (parameter,) = piece.parameters
         state = self.state[parameter]
         of_span = {
-            key: piece.spans([value])[0] if _has_layout(value, parameter) else deepcopy(value)
+            key: piece.spans([value])[0] if _has_layout(value, parameter) else _copied(value)
             for key, value in without_entries(state).items()
         }
         stepped = {parameter: of_span}
@@ -531,6 +530,11 @@ def _clear_gradients(stand_ins: StandIns) -> None:
     """Remove the gradients of stand-ins, because masters are kept, and gradients are not."""
     for stand_in in stand_ins.values():
         stand_in.grad = None
+
+
+def _copied(value: object) -> object:
+    """A copy of a part of a state. Of a tensor, it takes less time than ``deepcopy``."""
+    return value.clone() if isinstance(value, torch.Tensor) else deepcopy(value)
 
 
 def _has_layout(value: object, parameter: torch.Tensor) -> bool:

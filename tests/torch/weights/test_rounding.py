@@ -225,3 +225,13 @@ def test_random_bits_are_uniform():
         counts = torch.bincount(byte, minlength=256).double()
         expected = len(bits) / 256
         assert ((counts - expected) ** 2 / expected).sum() < 350
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_nan_of_any_bits_stays_nan(dtype):
+    """Beside numbers, which its bits do not change."""
+    bits = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, -(2**23) + 1], dtype=torch.int32)
+    wide = torch.cat([bits.view(torch.float32), torch.tensor([1.5, -2.0])])
+    for values in (*split(wide, dtype)[:1], join(*split(wide, dtype))):
+        assert values.isnan().tolist() == [True] * 4 + [False] * 2
+        assert values[4:].tolist() == [1.5, -2.0]

@@ -43,7 +43,8 @@ class Piece:
         narrow: flat int16 memory for 16 bits of each value; None if ``wide`` is None.
         narrow_views: views of ``narrow`` in the shape of each parameter.
         rounded_views: ``narrow_views``, read as ``dtype``.
-        remainders: flat int16 memory, a part of that of ``wide``; None if ``wide`` is None.
+        units: flat float32 memory for a factor of each remainder; None if ``wide`` is None.
+        remainders: flat int16 memory, a part of that of ``gradients``; None if ``wide`` is None.
         remainder_views: views of ``remainders`` in the shape of each parameter.
         halves: two flat tensors of ``dtype`` for all values, in the memory of ``gradients``; empty
             if ``wide`` is not None.
@@ -53,6 +54,7 @@ class Piece:
     gradients: torch.Tensor | None = None
     wide: torch.Tensor | None = None
     narrow: torch.Tensor | None = None
+    units: torch.Tensor | None = None
     remainders: torch.Tensor | None = None
 
     def __init__(
@@ -144,16 +146,18 @@ class Chunks:
             if widens_values:
                 self._place("wide", device, torch.float32, lambda piece: piece.is_narrow)
                 self._place("narrow", device, torch.int16, lambda piece: piece.is_narrow)
+                self._place("units", device, torch.float32, lambda piece: piece.is_narrow)
         for piece in (piece for chunk in self.chunks for piece in chunk):
-            if piece.gradients is not None:
-                piece.gradient_views = piece.views(piece.gradients)
+            if piece.gradients is None:
+                continue
+            piece.gradient_views = piece.views(piece.gradients)
             if piece.wide is not None and piece.narrow is not None:
                 piece.wide_views = piece.views(piece.wide)
                 piece.narrow_views = piece.views(piece.narrow)
                 piece.rounded_views = [view.view(piece.dtype) for view in piece.narrow_views]
-                piece.remainders = piece.wide.view(torch.int16)[: piece.size]
+                piece.remainders = piece.gradients.view(torch.int16)[: piece.size]
                 piece.remainder_views = piece.views(piece.remainders)
-            elif piece.gradients is not None and piece.is_narrow:
+            elif piece.is_narrow:
                 piece.halves = list(piece.gradients.view(piece.dtype).chunk(2))
                 piece.half_views = [piece.views(half) for half in piece.halves]
         self._release()

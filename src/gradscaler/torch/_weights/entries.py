@@ -98,11 +98,12 @@ class Entries:
 
     def _entry(self, parameter: torch.Tensor, state: State, places: Places) -> torch.Tensor:
         """The entry of a parameter, from now on in the state."""
-        entry = self._before_step(parameter, state, places[parameter][1])
-        of_parameter = state.get(parameter, {})
-        if self.store.key not in of_parameter:
-            state[parameter] = {**without_entries(of_parameter), self.store.key: entry}
-        return entry
+        of_parameter, key = state.get(parameter, {}), self.store.key
+        if key not in of_parameter:
+            entry = self._before_step(parameter, state, places[parameter][1])
+            of_parameter = state[parameter] = {**without_entries(of_parameter), key: entry}
+        tensor: torch.Tensor = of_parameter[key]
+        return tensor
 
     def _before_step(self, parameter: torch.Tensor, state: State, index: int) -> torch.Tensor:
         """The entry of a parameter; if not in the state, it stays in this object.

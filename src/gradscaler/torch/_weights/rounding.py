@@ -10,7 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-_EXPONENT = 0x7F800000  # mask of the exponent's bits in a float32
+# The mask of the exponent's bits in a float32: a tensor, which int32 tensors take without a cast.
+_EXPONENT = torch.tensor(0x7F800000, dtype=torch.int32, device="cpu")
+# Around it, float32 numbers are the integers: a sum is rounded to even, and its bits end with it.
+_INTEGERS = 1.5 * 2.0**23
 
 
 class _Format(NamedTuple):
@@ -42,46 +45,73 @@ def split(wide: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
         the error is at most 2**-41; that of float16 itself is up to 2**-25. A zero loses its sign
         in float16.
     """
-    narrow = wide.to(dtype)
-    return narrow, split_(wide, narrow, narrow.float()).to(torch.int16)
+    narrow = torch.empty_like(wide, dtype=dtype)
+    remainder = torch.empty_like(wide, dtype=torch.int16)
+    return narrow, split_(wide.clone(), narrow, torch.empty_like(wide), remainder)
 
 
-def split_(wide: torch.Tensor, narrow: torch.Tensor, near: torch.Tensor) -> torch.Tensor:
-    """Compute the remainders of :func:`split` in place.
+def split_(
+    wide: torch.Tensor, narrow: torch.Tensor, near: torch.Tensor, remainder: torch.Tensor
+) -> torch.Tensor:
+    """Do the work of :func:`split` in given memory.
 
     Args:
-        wide: float32 values.
-        narrow: ``wide``, cast to 16 bits. Some ties are changed in place.
-        near: ``narrow``, cast to float32. It is overwritten.
+        wide: float32 values. They are overwritten.
+        narrow: the memory of the 16-bit values.
+        near: float32 memory, which is overwritten.
+        remainder: int16 memory of the remainders. It may lie in that of ``near``.
 
     Returns:
-        The remainders, to be cast to int16. They are float32, or int32 for bfloat16, in the memory
-        of ``near``.
+        ``remainder``.
     """
     if narrow.dtype is torch.bfloat16:
-        # The bits of adjacent floats are adjacent integers, so the distance is a difference of
-        # integers.
-        bits = near.view(torch.int32)
-        distance = torch.sub(wide.view(torch.int32), bits, out=bits)
-        narrow.view(torch.int16).add_(distance == 32768)
-        return distance  # a cast to int16 turns 32768 into -32768, the distance from the next one
-    unit = _unit(near)
+        return _split_bits(wide.view(torch.int32), narrow, near.view(torch.int32), remainder)
+    near.copy_(narrow.copy_(wide))
     # An Inf or NaN has no distance. join() restores it whatever its remainder is.
-    steps = torch.sub(wide, near, out=near).div_(unit).mul_(2.0**24).round_()
-    if not (steps.is_cpu and steps.numel() and steps.amax() <= 32767):
-        is_beyond = steps > 32767
-        narrow.add_(is_beyond, alpha=2.0**-24)
-        steps.add_(is_beyond, alpha=-65536)
-    return steps
+    distance, unit = wide.sub_(near), _unit(near, out=near)
+    integers = wide.new_full((), _INTEGERS)
+    steps = torch.addcdiv(integers, distance, unit, value=2.0**24, out=wide)
+    remainder.copy_(steps.view(torch.int32))
+    if not (remainder.is_cpu and remainder.numel() and remainder.amin().item() > -32768):
+        narrow.add_(steps > _INTEGERS + 32767, alpha=2.0**-24)  # 32768 has wrapped around
+    return remainder
+
+
+def _split_bits(
+    wide: torch.Tensor, narrow: torch.Tensor, near: torch.Tensor, remainder: torch.Tensor
+) -> torch.Tensor:
+    """Do the work of :func:`split_` for bfloat16, whose bits are the upper half of a float32's.
+
+    The bits of adjacent floats are adjacent integers, so the distance is the lower half. ``wide``
+    and ``near`` are the bits of float32 values.
+    """
+    narrow.view(torch.int16).copy_(torch.add(wide, 2**15, out=near).bitwise_right_shift_(16))
+    values = wide.view(torch.float32)
+    if not (wide.is_cpu and wide.numel() and not values.amax().isnan()):
+        narrow.masked_fill_(
+            values.isnan(), torch.nan
+        )  # the sum of its bits may have wrapped around
+    return remainder.copy_(wide)
 
 
 def join(narrow: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """Restore the float32 values that :func:`split` was given."""
-    return join_(narrow.float(), remainder, narrow.dtype)
+    near = narrow.float()
+    distance = remainder if narrow.dtype is torch.bfloat16 else remainder.float()
+    return join_(near, distance, torch.empty_like(near), narrow.dtype)
 
 
-def join_(near: torch.Tensor, remainder: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Do the work of :func:`join` in place: ``near`` is a float32 copy of a tensor of ``dtype``."""
+def join_(
+    near: torch.Tensor, remainder: torch.Tensor, unit: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Do the work of :func:`join` in given memory.
+
+    Args:
+        near: a float32 copy of a tensor of ``dtype``. It becomes the result.
+        remainder: the remainders, cast to float32 if ``dtype`` is float16.
+        unit: float32 memory, which is overwritten.
+        dtype: float16 or bfloat16.
+    """
     if dtype is torch.bfloat16:
         bits = near.view(torch.int32).add_(remainder)
         if near.is_cpu and not (near.numel() and near.amax().isnan()):
@@ -89,7 +119,7 @@ def join_(near: torch.Tensor, remainder: torch.Tensor, dtype: torch.dtype) -> to
         # Other code has set a value to zero, and the old remainder is negative. The bits wrapped
         # around, to a NaN that no remainder of a NaN gives.
         return near.masked_fill_((bits | -(2**31)) >= -(2**15), 0)
-    return near.addcmul_(remainder.float(), _unit(near), value=2.0**-24)
+    return near.addcmul_(remainder, _unit(near, out=unit), value=2.0**-24)
 
 
 def round_at_random(wide: torch.Tensor, dtype: torch.dtype, random: torch.Tensor) -> torch.Tensor:
@@ -120,11 +150,12 @@ def random_bits(count: int, generator: torch.Generator) -> torch.Tensor:
     return words.view(torch.int16)[:count]
 
 
-def _unit(near: torch.Tensor) -> torch.Tensor:
+def _unit(near: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """2**24 times the unit of a float16's remainder.
 
     It is the largest power of two that is at most ``abs(near)``, clamped to 2**-16 from below. The
     unit is therefore half of float32's spacing at ``near``. It must be half, because float32's
     spacing is halved just below a power of two.
     """
-    return (near.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_(2.0**-16, 2.0**15)
+    torch.bitwise_and(near.view(torch.int32), _EXPONENT, out=out.view(torch.int32))
+    return out.clamp_(2.0**-16, 2.0**15)

@@ -70,8 +70,10 @@ class Masters:
         (rounded, narrow), (rounded_views, narrow_views) = piece.halves, piece.half_views
         torch._foreach_copy_(rounded_views, entries)
         torch._foreach_copy_(narrow_views, piece.locals)
-        if rounded.is_cpu and torch.equal(rounded.view(torch.int16), narrow.view(torch.int16)):
-            return  # elsewhere, the host would wait
+        if rounded.is_cpu:  # elsewhere, the host would wait
+            if _are_zero(rounded.view(torch.int16).sub_(narrow.view(torch.int16))):
+                return
+            torch._foreach_copy_(rounded_views, entries)
         is_kept, values = rounded == narrow, narrow.float()
         torch._foreach_copy_(piece.gradient_views, entries)
         torch.where(is_kept, piece.gradients, values, out=piece.gradients)
@@ -95,20 +97,21 @@ class Remainders:
 
     def open(self, piece: Piece, entries: list[torch.Tensor]) -> None:
         assert piece.wide is not None
-        assert piece.narrow is not None
+        assert piece.units is not None
+        is_float16 = piece.dtype is torch.float16
+        remainder = piece.gradients if is_float16 else piece.narrow
+        assert remainder is not None
         torch._foreach_copy_(piece.wide_views, piece.locals)
-        torch._foreach_copy_(piece.narrow_views, entries)
-        join_(piece.wide, piece.narrow, piece.dtype)
+        torch._foreach_copy_(piece.gradient_views if is_float16 else piece.narrow_views, entries)
+        join_(piece.wide, remainder, piece.units, piece.dtype)
 
     def close(self, piece: Piece, entries: list[torch.Tensor]) -> None:
         assert piece.wide is not None
         assert piece.narrow is not None
         assert piece.gradients is not None
         assert piece.remainders is not None
-        narrow = piece.narrow.view(piece.dtype).copy_(piece.wide)
-        near = piece.gradients.copy_(narrow)  # the gradients are no longer needed
-        distances = split_(piece.wide, narrow, near)
-        piece.remainders.copy_(distances)  # the float32 values are no longer needed either
+        narrow = piece.narrow.view(piece.dtype)
+        split_(piece.wide, narrow, piece.gradients, piece.remainders)
         # In one call, which nothing interrupts. All are int16, for the kernel that takes them all.
         locals_ = [local.view(torch.int16) for local in piece.locals]
         torch._foreach_copy_([*locals_, *entries], [*piece.narrow_views, *piece.remainder_views])
@@ -179,6 +182,11 @@ def mixed(*numbers: int) -> int:
     """A 63-bit hash of the numbers."""
     digest = blake2b(struct.pack(f"{len(numbers)}q", *numbers), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def _are_zero(difference: torch.Tensor) -> bool:
+    """Whether int16 numbers are all 0, in a quarter of the time of ``torch.equal``."""
+    return not difference.numel() or not (difference.amax().item() or difference.amin().item())
 
 
 def _shard_of(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -108,11 +109,11 @@ class Wrapped:
             scale: the divisor of the gradients, applied by the optimizer; None for 1.
             found_inf: the flag by which the optimizer skips; None for no skip.
         """
-        pairs = []
-        for g, members in groupby(
-            sorted(stand_ins, key=places.__getitem__), lambda p: places[p][0]
-        ):
-            pairs.append((groups[g], {**groups[g], "params": [stand_ins[p] for p in members]}))
+        placed = sorted(((places[p], tensor) for p, tensor in stand_ins.items()), key=itemgetter(0))
+        pairs = [
+            (groups[g], {**groups[g], "params": [tensor for _, tensor in members]})
+            for g, members in groupby(placed, lambda each: each[0][0])
+        ]
 
         def step() -> None:
             self._optimizer.param_groups = [inner for _, inner in pairs]
@@ -166,8 +167,8 @@ class Wrapped:
 
     def _lend(self, stand_ins: StandIns, state: Mapping[Any, dict[str, Any]]) -> None:
         """Give the optimizer the state of stand-ins, without a store's entries."""
-        own = {stand_ins[p]: without_entries(state[p]) for p in stand_ins if p in state}
-        self._optimizer.state = defaultdict(dict, {t: each for t, each in own.items() if each})
+        own = ((tensor, without_entries(state.get(p, {}))) for p, tensor in stand_ins.items())
+        self._optimizer.state = defaultdict(dict, {t: each for t, each in own if each})
         if not self.is_pytorch_s:  # PyTorch's have no such state
             self._optimizer.state.update(_of_no_parameter(state))
 
@@ -178,7 +179,7 @@ class Wrapped:
             _own(own, stand_ins)
         for p, tensor in stand_ins.items():
             if tensor in own:
-                entries = {key: state[p][key] for key in KEYS if p in state and key in state[p]}
+                entries = {key: e for key, e in state.get(p, {}).items() if key in KEYS}
                 state[p] = {**own[tensor], **entries}
         state.update(_of_no_parameter(own))
 
