@@ -189,7 +189,7 @@ def mixed(*numbers: int) -> int:
 
 def _are_zero(difference: torch.Tensor) -> bool:
     """Whether int16 numbers are all 0, in a quarter of the time of ``torch.equal``."""
-    return not difference.numel() or not (difference.amax().item() or difference.amin().item())
+    return not difference.numel() or not any(map(bool, difference.aminmax()))
 
 
 def _shard_of(parameter: torch.Tensor) -> tuple[int, ...]:
