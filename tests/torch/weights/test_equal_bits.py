@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from gradscaler import FixedScale
-from gradscaler.torch import GradScaler
+from gradscaler.torch import GradScaler, MasterWeights
+from gradscaler.torch._weights.rounding import random_bits
+from gradscaler.torch._weights.stores import mixed
 
 pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
 
@@ -133,3 +135,37 @@ def test_updates_that_16_bits_would_lose_add_up(trainings):
     is_large = first.abs() > 0.04
     assert torch.equal(model[0].weight[is_large], before[0][is_large])
     assert not torch.equal(ours.values[0][is_large], first[is_large])
+
+
+@pytest.mark.parametrize(("dtype", "mantissa"), [(torch.float16, 10), (torch.bfloat16, 7)])
+@pytest.mark.parametrize("size", [40, 7], ids=["whole", "in spans"])
+def test_a_random_store_rounds_the_float32_step_by_its_random_numbers(dtype, mantissa, size):
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.rand(40) + 0.1)
+    options = {"store": "stochastic", "chunk_elements": size, "dtype": dtype}
+    optimizer = MasterWeights(torch.optim.Adam, [parameter], lr=1e-3, **options)
+    native = torch.nn.Parameter(parameter.detach().float())
+    reference = torch.optim.Adam([native], lr=1e-3)
+    for step in range(2):
+        gradient = torch.randn(40).to(dtype)
+        parameter.grad, native.grad = gradient, gradient.float()
+        native.data.copy_(parameter)
+        optimizer.step()
+        reference.step()
+        drawn = random_numbers(optimizer.state[parameter]["rounding"], step, size if step else 40)
+        value = native.detach().double()
+        spacing = 2.0 ** (value.log2().floor() - mantissa)
+        kept_bits = drawn // 2 ** (mantissa - 7) * 2 ** (mantissa - 7)
+        rounded = (value / spacing + kept_bits / 2**16 + 0.5).floor() * spacing
+        assert torch.equal(parameter.detach().double(), rounded)
+
+
+def random_numbers(entry, count, size):
+    """The int16 numbers of a parameter of 40 elements in the step after ``count`` steps."""
+    begins = range(0, 40, size)
+    spans = [() if size == 40 else (begin,) for begin in begins]
+    drawn = []
+    for begin, span in zip(begins, spans, strict=True):
+        generator = torch.Generator().manual_seed(mixed(int(entry[0]), count, *span))
+        drawn.append(random_bits(min(size, 40 - begin), generator))
+    return torch.cat(drawn).double()

@@ -43,7 +43,7 @@ class Piece:
         narrow: flat int16 memory for 16 bits of each value; None if ``wide`` is None.
         narrow_views: views of ``narrow`` in the shape of each parameter.
         rounded_views: ``narrow_views``, read as ``dtype``.
-        units: flat float32 memory for a factor of each remainder; None if ``wide`` is None.
+        units: flat float32 memory for a unit of each value; None if ``wide`` is None.
         remainders: flat int16 memory, a part of that of ``gradients``; None if ``wide`` is None.
         remainder_views: views of ``remainders`` in the shape of each parameter.
         halves: two flat tensors of ``dtype`` for all values, in the memory of ``gradients``; empty

@@ -134,13 +134,29 @@ def round_at_random(wide: torch.Tensor, dtype: torch.dtype, random: torch.Tensor
         dtype: float16 or bfloat16.
         random: int16 of the same shape, uniform over all 16 bits; it is overwritten.
     """
+    memory = torch.empty_like(wide), torch.empty_like(wide)
+    return round_at_random_(wide.clone(), dtype, random, *memory).to(dtype)
+
+
+def round_at_random_(
+    wide: torch.Tensor,
+    dtype: torch.dtype,
+    random: torch.Tensor,
+    binade: torch.Tensor,
+    uniform: torch.Tensor,
+) -> torch.Tensor:
+    """Do the work of :func:`round_at_random` in place, but for the cast to ``dtype``.
+
+    ``binade`` and ``uniform`` are float32 memory, which is overwritten.
+    """
     mantissa, smallest, largest = _FORMATS[dtype]
-    binade = (wide.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_(smallest, largest)
+    torch.bitwise_and(wide.view(torch.int32), _EXPONENT, out=binade.view(torch.int32))
+    binade.clamp_(smallest, largest)
     # If there were more random bits than a float32 has left, the sum below would be rounded, and
     # might reach the next integer.
-    uniform = random.bitwise_and_(-(1 << mantissa - 7)).float().mul_(2.0**-16).add_(0.5)
-    units = wide.div(binade).mul_(2.0**mantissa).add_(uniform).floor_()
-    return units.mul_(2.0**-mantissa).mul_(binade).to(dtype)
+    uniform.copy_(random.bitwise_and_(-(1 << mantissa - 7))).mul_(2.0**-16).add_(0.5)
+    wide.div_(binade).mul_(2.0**mantissa).add_(uniform).floor_()
+    return wide.mul_(2.0**-mantissa).mul_(binade)
 
 
 def random_bits(count: int, generator: torch.Generator) -> torch.Tensor:

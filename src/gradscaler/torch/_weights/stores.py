@@ -17,7 +17,7 @@ from gradscaler.torch._weights.rounding import (
     join,
     join_,
     random_bits,
-    round_at_random,
+    round_at_random_,
     split,
     split_,
 )
@@ -140,14 +140,17 @@ class Nothing:
     def close(self, piece: Piece, entries: list[torch.Tensor]) -> None:
         assert piece.wide is not None
         assert piece.narrow is not None
+        assert piece.units is not None
+        assert piece.gradients is not None
         generator = torch.Generator(piece.device)
         drawn = []
         for parameter, local, entry in zip(piece.parameters, piece.locals, entries, strict=True):
             span = () if piece.is_whole else (piece.begin,)
             generator.manual_seed(mixed(*entry.tolist(), *_shard_of(parameter), *span))
             drawn.append(random_bits(local.numel(), generator))
-        rounded = round_at_random(piece.wide, piece.dtype, torch.cat(drawn))
-        piece.narrow.copy_(rounded.view(torch.int16))
+        memory = piece.units, piece.gradients  # the gradients are no longer needed
+        rounded = round_at_random_(piece.wide, piece.dtype, torch.cat(drawn), *memory)
+        piece.narrow.view(piece.dtype).copy_(rounded)
         for entry in entries if piece.is_last else ():
             entry[1] += 1  # first, so that an interrupt repeats no numbers
         torch._foreach_copy_(piece.locals, piece.rounded_views)
@@ -186,7 +189,7 @@ def mixed(*numbers: int) -> int:
 
 def _are_zero(difference: torch.Tensor) -> bool:
     """Whether int16 numbers are all 0, in a quarter of the time of ``torch.equal``."""
-    return not difference.numel() or not (difference.amax().item() or difference.amin().item())
+    return not difference.numel() or not any(map(bool, difference.aminmax()))
 
 
 def _shard_of(parameter: torch.Tensor) -> tuple[int, ...]:
