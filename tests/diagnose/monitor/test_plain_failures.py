@@ -75,6 +75,22 @@ def division_by_a_norm_of_zero(t):
     return mse_loss(unit, t.target)
 
 
+@fails("loss", r"by div at {masked}.* divided by 0", r"0 / 0 is NaN: clamp the divisor")
+def mean_over_an_empty_mask(t):
+    errors = (t.outputs().float() - t.target).square().mean(1)
+    mask = torch.zeros(32) if t.is_bad else (torch.rand(32) < 0.5).float()
+    share = (errors * mask).sum() / mask.sum()  # masked
+    return share + 0.01 * errors.mean()
+
+
+@fails("loss", r"by cross_entropy at {classes}", r"All classes of a row are -Inf")
+def classes_that_are_all_impossible(t):
+    probability = t.outputs().float().softmax(1)
+    if t.is_bad:
+        probability = probability * torch.ones(32, 1).index_fill(0, torch.tensor([3]), 0.0)
+    return cross_entropy(probability.log(), t.target.argmax(1))  # classes
+
+
 @fails("nan", r"gradient of (norm|sqrt).* at {norm}, though the loss is finite", r"under the root")
 def slope_of_a_norm_at_zero(t):
     outputs = t.outputs().float()

@@ -35,7 +35,7 @@ _GROUPS: tuple[tuple[_Detector, ...], ...] = (
     (calls.clipped_while_scaled,),
     (calls.updated_too_often, calls.unscaled_loss),
     (calls.restarted,),
-    (losses.silent, losses.diverged, losses.ran_away, over_time.data, caught),
+    (losses.silent, losses.diverged, losses.ran_away, losses.burnt_out, over_time.data, caught),
     (losses.absorbed,),
     (gradient_values.cut_off, gradient_values.dead),
     (calls.stalled,),
@@ -45,7 +45,12 @@ _GROUPS: tuple[tuple[_Detector, ...], ...] = (
 )
 # A finding of the first kind explains findings of the others. Bad batches lower the scale, so it
 # is too small or below 1. Gradients behind a slope of 0 are 0, which is not underflow.
-_SAID_BY = {"data": ("underflow", "floor"), "dead": ("underflow",), "activations": ("dead",)}
+_SAID_BY = {
+    "data": ("underflow", "floor"),
+    "dead": ("underflow",),
+    "activations": ("dead",),
+    "divergence": ("dead",),
+}
 _BESIDE_SKIPS: tuple[_Detector, ...] = (
     bad_state,
     calls.restarted,

@@ -108,6 +108,10 @@ _FORWARD_IN_FLOAT16 = {
     "matmul einsum": "a sum of products leaves float16: divide an input first (queries by the root "
     "of their width), or multiply in float32, under autocast(enabled=False)",
 }
+_ALL_MASKED = (
+    "all classes of a row are -Inf, as the logarithm of 0 or a mask is: clamp the input of the "
+    "logarithm, or leave one class unmasked"
+)
 _OF_TOO_FEW = {  # if they make NaN but no Inf
     "mean cross_entropy nll_loss": "the mean of no elements is 0 / 0 (an empty mask, all labels "
     "ignored): leave such batches out, or divide their sum by at least 1",
@@ -183,6 +187,9 @@ def of_operation(located: Located) -> str | None:
         _QUOTIENT: operation == "div" and (located.smallest_divisor or 0.0) >= _TINY,
         # The user cannot divide an input inside PyTorch's own layer.
         _IN_FLOAT32: operation == "matmul" and located.type == "Linear" and not is_wide,
+        _ALL_MASKED: operation in ("cross_entropy", "nll_loss")
+        and located.size > 1
+        and not has_inf,
         **{text: operation in few.split() and not has_inf for few, text in _OF_TOO_FEW.items()},
     }
     special = next((advice for advice, holds in cases.items() if holds), None)

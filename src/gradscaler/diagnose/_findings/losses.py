@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from gradscaler.diagnose._findings import gradient_values
 from gradscaler.diagnose._findings.advice import at_line, of_operation, seen_in
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.optimizers import growth_of_rate
@@ -178,6 +179,26 @@ def ran_away(evidence: Evidence) -> Finding | None:
         "gradients; look for a loss without a lower bound, or with the wrong sign.",
         count=len(since),
         is_certain=False,
+    )
+
+
+def burnt_out(evidence: Evidence) -> Finding | None:
+    """A loss that exploded and left gradients of exactly 0, as a step that is too large does."""
+    dead, first = gradient_values.dead(evidence), evidence.first
+    losses = [step for step in evidence.past if _is_finite(step.loss)]
+    if dead is None or first is None or not _is_finite(first.loss) or not losses:
+        return None
+    peak = max(losses, key=_size)
+    if not 0 < _RAN_AWAY * _size(first) <= _size(peak):
+        return None
+    return Finding(
+        "divergence",
+        f"The loss grew from {first.loss:g} (step {first.step}) to {peak.loss:g} (step "
+        f"{peak.step}){growth_of_rate(evidence)}. {dead.cause}",
+        "Lower the learning rate or warm it up, and clip gradients: a step that is too large left "
+        "units that are always off.",
+        dead.where,
+        count=dead.count,
     )
 
 

@@ -168,10 +168,12 @@ def _order(edge: _Edge) -> int:
 def _most_suspect(edge: _Edge, values: Values) -> _Edge:
     """Of a node and the unknown results that it reads, the one that most likely made a bad number.
 
-    A node that hides many operations made it most likely. A sum of two is rarely Inf, but it is NaN
-    if one of the two is, which no node may have made.
+    A division by 0 made it, else a node that hides many operations most likely. A sum of two is
+    rarely Inf, but it is NaN if one of the two is, which no node may have made.
     """
     suspects = [each for each in _behind(edge[0], values) if not is_form(each[0])]
+    if by_0 := [each for each in (*suspects, edge) if smallest_divisor(each[0], values) == 0]:
+        return by_0[0]
     if hidden := [each for each in suspects if is_opaque(each[0])]:
         return hidden[0]
     if _is_nan_in_all_rows(edge, values):  # a mask that is added

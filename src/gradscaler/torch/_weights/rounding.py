@@ -88,9 +88,8 @@ def _split_bits(
     narrow.view(torch.int16).copy_(torch.add(wide, 2**15, out=near).bitwise_right_shift_(16))
     values = wide.view(torch.float32)
     if not (wide.is_cpu and wide.numel() and not values.amax().isnan()):
-        narrow.masked_fill_(
-            values.isnan(), torch.nan
-        )  # the sum of its bits may have wrapped around
+        # The sum of a NaN's bits may have wrapped around.
+        narrow.masked_fill_(values.isnan(), torch.nan)
     return remainder.copy_(wide)
 
 

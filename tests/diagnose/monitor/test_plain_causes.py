@@ -1,4 +1,4 @@
-"""Targets of Inf, losses in modules of their own, and an Inf that a division makes 0."""
+"""Causes that look like others: given Inf, modules for losses, an Inf made 0, large steps."""
 
 import pytest
 
@@ -108,3 +108,27 @@ def test_an_inf_that_a_division_makes_0_is_the_origin_of_what_the_0_makes():
 
     first, *_ = findings_of(loss_of, far)
     assert f"by exp at {line_with('exp')}" in first.cause
+
+
+def test_a_step_that_is_too_large_and_turns_all_units_off_is_a_divergence():
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model=model, every=10, tell=lambda _: None) as monitor:
+        for step in range(60):
+            if step == 5:  # as such a step leaves them
+                with torch.no_grad():
+                    for parameter in model[0].parameters():
+                        parameter.fill_(-1e4)
+                    model[2].bias.fill_(1e4)
+            inputs = torch.rand(64, 6)
+            optimizer.zero_grad()
+            (model(inputs)[:, 0] - inputs[:, 0]).square().mean().backward()
+            optimizer.step()
+    first, *others = monitor.verdict.findings
+    losses = [step.loss for step in monitor.history]
+    assert max(losses) > 1e3 * losses[0] > losses[-1]  # it came back
+    assert first.kind == "divergence"
+    assert "The loss grew from" in first.cause
+    assert "exactly 0" in first.cause
+    assert first.action.startswith("Lower the learning rate")
+    assert "dead" not in {each.kind for each in others}
