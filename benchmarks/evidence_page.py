@@ -40,7 +40,7 @@ README = {
     "gradients_once_and_step_multiplies_them_once_or_not_at_all`",
     "of the time that PyTorch's scaler adds": "`make bench-torch`: the row “GPT-2 small, scaling "
     "and clipping, added to fused AdamW” of [the measurements](benchmarks/torch.md)",
-    "It trains 16-bit weights without their loss": "`tests/torch/weights/test_equal_bits.py`; "
+    "Weights in 16 bits keep small updates": "`tests/torch/weights/test_equal_bits.py`; "
     "`tests/jax/test_master_weights.py`; [the master copy](#a-master-copy-of-the-weights)",
     "All processes decide together": "`tests/torch/distributed`, `tests/jax/test_sharded.py`, "
     "`tests/paddle/distributed`",
