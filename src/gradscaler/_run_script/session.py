@@ -17,11 +17,11 @@ from gradscaler._run_script import fastai
 from gradscaler._run_script.after_import import after_import
 from gradscaler._run_script.after_init import after_init
 from gradscaler._run_script.files import RunFiles
+from gradscaler._run_script.left_out import loss_left_out
 from gradscaler._run_script.models import models_of
 from gradscaler._run_script.options import MOST_RUNS
 from gradscaler._run_script.scaler_watch import ScalerWatch
 from gradscaler._run_script.termination import before_termination
-from gradscaler._run_script.variables import loss_left_out
 from gradscaler._run_script.voice import guarded, say_no_step
 from gradscaler._run_script.watched_run import WatchedRun
 from gradscaler.diagnose._graph.lines import Tracebacks
@@ -138,9 +138,10 @@ class Session:
 
     def _see_left_out(self) -> None:
         """See the loss for which the script has ended before its backward pass, if there is one."""
-        loss = loss_left_out(self._options.trace)
-        self._options.trace = None
-        if loss is not None and self._new and not self._is_off:  # it is the first loss of a run
+        loss, self._options.trace = loss_left_out(self._options.trace), None
+        if loss is None:
+            return
+        if self._new and not self._is_off:  # it is the first loss of a run
             self._begin(_LOOP, None)
         for run in list(self._runs.values())[-1:]:
             run.leave_out(loss)

@@ -69,25 +69,3 @@ def _inside(value: Any) -> list[tuple[Any, Any]]:
     with suppress(Exception):
         return [] if is_model else list(object.__getattribute__(value, "__dict__").items())
     return []  # it has no attributes
-
-
-def loss_left_out(trace: TracebackType | None) -> torch.Tensor | None:
-    """The latest loss in the user's variables that is Inf or NaN; None if there is none.
-
-    A loss is a scalar with a graph. The variables are those of the functions that an error has
-    left, and of the script's module.
-    """
-    every = (*variables_of(frames_of(trace)), *within(vars(sys.modules["__main__"])))
-    losses = [value for _, value in every if issubclass(type(value), torch.Tensor)]
-    bad = [each for each in losses if each.grad_fn is not None and _is_bad(each)]
-    return max(bad, key=lambda loss: _number_of(loss.grad_fn), default=None)
-
-
-def _is_bad(loss: torch.Tensor) -> bool:
-    with suppress(Exception):  # it may have no data
-        return loss.numel() == 1 and not bool(loss.detach().isfinite())
-    return False
-
-
-def _number_of(node: Any) -> int:
-    return int(node._sequence_nr())

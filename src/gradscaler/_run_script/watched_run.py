@@ -72,10 +72,9 @@ class WatchedRun:
             raise SystemExit(STOPPED)
 
     def leave_out(self, loss: Any) -> None:
-        """Let the verdict tell of a loss that no backward pass has taken, if it is not None."""
+        """Give the verdict a loss that no backward pass has taken."""
         self._is_over = True
-        if loss is not None:
-            self._monitor.leave_out(loss)
+        self._monitor.leave_out(loss)
 
     def end(self) -> None:
         """Close the file, and print the verdict; a run without a step leaves no file."""

@@ -17,7 +17,6 @@ from gradscaler._eager.iteration import Iteration
 from gradscaler._eager.operations import FoundInf, Operations, Tensor
 from gradscaler._eager.retries import DEFAULT_MAX_RETRIES
 from gradscaler._eager.scaler import EagerScaler
-from gradscaler._eager.stages import Stage
 from gradscaler._formats import reading
 from gradscaler._formats.layouts import (
     PADDLE_DEFAULTS,
@@ -564,16 +563,6 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         if self._updated is None or not gradient_scale.amax_interval:
             return gradient_scale
         return gradient_scale._replace(amax_interval=1)
-
-    def _unscaled(
-        self, optimizer: PaddleOptimizer, gradients: Gradients, gradient_scale: GradientScale
-    ) -> Gradients:
-        """Unscale for a step. ``step`` has made all the checks of ``unscale_``."""
-        is_own = getattr(self.unscale_, "__func__", None) is GradScaler.unscale_
-        if gradients.stage is not Stage.SCALED or not is_own or self._unscale_is_replaced():
-            return super()._unscaled(optimizer, gradients, gradient_scale)
-        self._divide(gradients.optimizer, gradients, gradient_scale)
-        return gradients
 
     def _scale_moves(self) -> bool:
         return self._use_dynamic_loss_scaling

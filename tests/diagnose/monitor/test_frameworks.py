@@ -418,6 +418,12 @@ def test_a_callback_is_only_for_keras():
         train(RULE, []).callback()
 
 
+@pytest.mark.skipif(FRAMEWORK == "torch", reason="it is for PyTorch")
+def test_a_loss_is_left_out_only_in_pytorch():
+    with pytest.raises(TypeError, match="for PyTorch, but this scaler is"):
+        train(RULE, []).leave_out(0.0)
+
+
 @pytest.mark.skipif(not IS_KERAS, reason="it is Keras'")
 @pytest.mark.parametrize("policy", [RULE, FixedScale(64.0)], ids=["dynamic", "fixed"])
 def test_the_callback_records_each_step_of_fit(policy):

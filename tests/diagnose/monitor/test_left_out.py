@@ -99,3 +99,10 @@ def test_one_after_the_monitor_has_closed_is_ignored(training):
     training.monitor.close()
     training.monitor.leave_out(training.loss(-100.0))
     assert training.told == []
+
+
+def test_one_without_a_graph_is_told_without_a_place(training):
+    training.monitor.leave_out(training.loss(-100.0).detach())
+    (told,) = training.told
+    assert "loss is itself nan, so no backward pass took it in step 4." in told.cause
+    assert told.line is None

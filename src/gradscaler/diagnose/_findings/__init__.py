@@ -35,7 +35,7 @@ _GROUPS: tuple[tuple[_Detector, ...], ...] = (
     (calls.clipped_while_scaled,),
     (calls.updated_too_often, calls.unscaled_loss),
     (calls.restarted,),
-    (losses.silent, losses.diverged, losses.ran_away, losses.burnt_out, over_time.data, caught),
+    (losses.silent, losses.diverged, losses.ran_away, losses.died, over_time.data, caught),
     (losses.absorbed,),
     (gradient_values.cut_off, gradient_values.dead),
     (calls.stalled,),

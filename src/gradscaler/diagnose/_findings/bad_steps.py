@@ -41,15 +41,16 @@ def applied(evidence: Evidence) -> Finding | None:
         evidence, skips=(skip,), located=_place(bad, evidence), past=past, parameter=None
     )
     this = f"{evidence.step_word} {bad.step}"
-    so = f"{this} was applied with gradients of Inf or NaN"
+    so = so_of_loss = f"{this} was applied with gradients of Inf or NaN"
     if bad.is_left_out:
         so = f"the loss of {this} is {bad.loss:g}, and no backward pass took it"
+        so_of_loss = f"no backward pass took it in {this}"
     finding = (
         bad_parameter(then, f"so {so}")
         or (None if _is_input(then.located) else diverged(then))
         or _of_large_numbers(then, so)
         or of_forward_pass(then, so)
-        or of_loss(then, so)
+        or of_loss(then, so_of_loss)
         or _of_gradients(then, bad)
     )
     is_said = bad.is_left_out or "checkpoint" in finding.action

@@ -182,7 +182,7 @@ def ran_away(evidence: Evidence) -> Finding | None:
     )
 
 
-def burnt_out(evidence: Evidence) -> Finding | None:
+def died(evidence: Evidence) -> Finding | None:
     """A loss that exploded and left gradients of exactly 0, as a step that is too large does."""
     dead, first = gradient_values.dead(evidence), evidence.first
     losses = [step for step in evidence.past if _is_finite(step.loss)]

@@ -64,7 +64,7 @@ class GraphWatch:
         self.gradients = GradientWatch()
         self._retaining = Budget(_LITTLE_CREDIT, _LITTLE)
         self._retained: RetainedGraph | None = None
-        self._seen = -1  # the number of the node of the latest loss, of all nodes so far
+        self._seen = -1  # how many nodes PyTorch had made before the latest loss
         self.ungraphed = UngraphedWatch(model, sees_operations)
 
     def begin(self, step: int) -> None:
@@ -120,7 +120,7 @@ class GraphWatch:
 
     def has_seen(self, loss: Tensor) -> bool:
         """Whether a loss, or what was made of it, may be the latest that was seen."""
-        return _number_of(loss) <= self._seen
+        return loss.grad_fn is not None and _number_of(loss) <= self._seen
 
     def origin_in(self, loss: Tensor) -> Located | None:
         """Where the Inf or NaN of a loss that was not seen began; None if unknown."""

@@ -301,10 +301,16 @@ class Monitor:
     def leave_out(self, loss: Tensor) -> None:
         """Report a loss of PyTorch that is Inf or NaN, and for which the script makes no step.
 
-        The monitor sees a loss at its backward pass, so a script that ends before it, or that goes
-        on with the next batch, calls this. The loss is read here, and its graph.
+        The monitor sees a loss at its backward pass. A script that ends before it, or that goes on
+        with the next batch, calls this, which reads the loss and its graph. A finite loss is not
+        reported.
+
+        Raises:
+            TypeError: the scaler is not PyTorch's.
         """
-        if isinstance(self._source, EagerObserver) and self._is_open:
+        if self._framework != "torch" or not isinstance(self._source, EagerObserver):
+            raise TypeError(f"leave_out() is for PyTorch, but this scaler is {self._framework}'s")
+        if self._is_open:
             self._source.leave_out(loss)
 
     @property

@@ -206,8 +206,7 @@ class StepLog:
             self.counts = before._replace(bad=line.step)
         if is_known:
             return
-        self.counts = self.counts._replace(evidence=before.evidence.after(line))
-        self._write(line)
+        self._keep(line)
         new = [each for each in self._judge(self).findings if each.text not in self._told]
         for finding in new[:1]:  # a later streak may show no more than the first
             self._filter.note(finding)
@@ -293,8 +292,10 @@ class StepLog:
         self._watched, self._dtypes = step, dict(dtypes)
 
     def add_made(self, located: Located) -> None:
-        """Write where a watch that the user asked for found what the present step fails by."""
-        line = Watched(self.counts.step + 1, located)
+        """Write where a watch that the user asked for found the Inf or NaN of the present step."""
+        self._keep(Watched(self.counts.step + 1, located))
+
+    def _keep(self, line: BadStep | Watched) -> None:
         self.counts = self.counts._replace(evidence=self.counts.evidence.after(line))
         self._write(line)
 
