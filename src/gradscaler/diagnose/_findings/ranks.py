@@ -82,7 +82,7 @@ def _of_ranks(files: Sequence[tuple[str, Run]]) -> Run:
                 )
         if start.world_size == 1:
             raise ValueError(
-                f"{path}: its process trained alone, so it is no rank of a run: {_COMPARE}"
+                f"{path}: its process trained alone, so it is not a rank of a run: {_COMPARE}"
             )
         if start.rank in path_of:
             other = path_of[start.rank]

@@ -157,7 +157,8 @@ class Trace:
         if not samples:
             raise ValueError(
                 "the run holds no histograms of gradients, which a Monitor records at every "
-                "`every`-th step (for JAX, Keras and MindSpore: if record is given gradients)"
+                "`every`-th step (for JAX, Keras and MindSpore: if record is given gradients): "
+                "record it again with a lower `every`, or by `run --every 1`"
             )
         steps = np.arange(1, run.num_steps + 1)
         latest = np.searchsorted([s.step for s in samples], steps, side="right").clip(1) - 1
