@@ -239,7 +239,7 @@ def test_files_of_other_runs_are_refused_by_name(files, tmp_path, changes, messa
 
 def test_files_of_processes_that_trained_alone_are_refused(path):
     first = append(path, start(), *healthy())
-    with pytest.raises(ValueError, match="trained alone, so it is not a rank of a run: explain each"):
+    with pytest.raises(ValueError, match="trained alone, so it is not a rank of a run: explain"):
         read_run(first, first)
 
 
