@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
+from operator import methodcaller
 from typing import Any
 
 from gradscaler.diagnose._gradients.reading import Tensor, floating
@@ -13,6 +15,7 @@ from gradscaler.diagnose._graph.call_site import Node
 MOST_NODES = 10_000  # of one graph
 OPAQUE = "CompiledFunction", "CheckpointFunction"  # nodes that hide a graph of their own
 _RAW = "_raw_saved_"
+_number_of = methodcaller("_sequence_nr")  # the order in which PyTorch made the nodes
 _PARTLY_WRITTEN = {"CtcLossBackward": "result1"}  # the rest of that memory may hold any number
 
 
@@ -33,19 +36,22 @@ def in_order(loss: Tensor | Node) -> list[Node]:
 
     The list is empty if the graph is larger than ``MOST_NODES``.
     """
-    found: list[Node] = []
     root = loss if hasattr(loss, "next_functions") else getattr(loss, "grad_fn", None)
-    for node in nodes_from([root]):
-        if not is_leaf(node):
-            found.append(node)
+    found = [] if root is None else [root]
+    seen = {None, root}
+    for node in found:  # grows meanwhile; each step of a training may wait for this loop
+        for following, _ in node.next_functions:
+            if following not in seen:
+                seen.add(following)
+                found.append(following)
         if len(found) > MOST_NODES:
             return []
-    return sorted(found, key=lambda node: node._sequence_nr())
+    return sorted((node for node in found if not is_leaf(node)), key=_number_of)
 
 
 def is_leaf(node: Node) -> bool:
     """Whether a node gives its gradient to a leaf, such as a parameter."""
-    return hasattr(node, "variable")
+    return type(node).__name__ == "AccumulateGrad"
 
 
 def is_custom(node: Node) -> bool:
@@ -69,24 +75,20 @@ def kept(node: Node, may_unpack: bool = False) -> dict[str, Tensor]:
     A tensor that is packed by a hook, as in a checkpoint, is computed again when it is unpacked. So
     it is left out, unless ``may_unpack``.
     """
-    import torch
-
+    tensor_class: Any = sys.modules["torch"].Tensor
     found: dict[str, Tensor] = {}
-    left_out = _PARTLY_WRITTEN.get(node.__class__.__name__.rstrip("0123456789"))
-    for name in _names_of(node.__class__):
+    for name, raw, public in _names_of(node.__class__):
         with suppress(Exception):  # it was freed, or changed in place
-            if name == left_out or (not may_unpack and is_packed(getattr(node, _RAW + name))):
-                continue
-            public = "saved_tensors" if name == "tensors" and is_custom(node) else f"_saved_{name}"
-            tensors = list(floating(torch.Tensor, getattr(node, public)))
-            found |= {f"{name}{n or ''}": each for n, each in enumerate(tensors) if is_there(each)}
+            if may_unpack or not is_packed(getattr(node, raw)):
+                tensors = list(floating(tensor_class, getattr(node, public)))
+                found |= {f"{name}{n or ''}": t for n, t in enumerate(tensors) if is_there(t)}
     return found
 
 
 def has_packed(node: Node) -> bool:
     """Whether a node keeps a tensor that a hook has packed."""
     with suppress(Exception):
-        return any(is_packed(getattr(node, _RAW + name)) for name in _names_of(node.__class__))
+        return any(is_packed(getattr(node, raw)) for _, raw, _ in _names_of(node.__class__))
     return False
 
 
@@ -97,8 +99,13 @@ def is_packed(raw: Any) -> bool:
 
 
 @lru_cache(maxsize=1000)  # a class per operation
-def _names_of(kind: type) -> tuple[str, ...]:
-    return tuple(name.removeprefix(_RAW) for name in dir(kind) if name.startswith(_RAW))
+def _names_of(kind: type) -> tuple[tuple[str, str, str], ...]:
+    """The names of what a class of nodes keeps, and the attributes for it packed and unpacked."""
+    left_out = _PARTLY_WRITTEN.get(kind.__name__.rstrip("0123456789"))
+    public = {"tensors": "saved_tensors"} if kind.__name__[-1:].isalpha() else {}  # see is_custom
+    names = [name.removeprefix(_RAW) for name in dir(kind) if name.startswith(_RAW)]
+    rest = [name for name in names if name != left_out]
+    return tuple((name, _RAW + name, public.get(name, f"_saved_{name}")) for name in rest)
 
 
 def is_there(tensor: Tensor) -> bool:

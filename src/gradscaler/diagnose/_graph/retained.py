@@ -36,7 +36,7 @@ class RetainedGraph:
 
     def __init__(self, nodes: Sequence[Node], may_hold: bool = True) -> None:
         self.nodes = nodes
-        held = [node for node in nodes if may_hold and _is_held(node.name())]
+        held = [node for node in nodes if may_hold and _is_held(type(node).__name__)]
         self._kept = {node: kept(node) for node in held}
 
     def located(
