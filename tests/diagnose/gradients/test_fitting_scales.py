@@ -204,6 +204,15 @@ def is_lost_at(run, name, exponent):
     return max(tops, default=-99) + exponent + 2 > 16 or lost_at(run, name, exponent) > 0.5
 
 
+def test_where_no_scale_fits_a_loss_beyond_float16_is_to_be_divided():
+    gradients = {"small": np.full(4, 2.0**-30), "large": np.full(4, 2.0**12)}
+    run = run_with(gradients, gradients)
+    of_large_loss = replace(run, samples=[replace(each, loss=2e10) for each in run.samples])
+    assert run.verdict.kind == of_large_loss.verdict.kind == "range"
+    assert "Bring the layers closer" in run.verdict.text
+    assert "Divide the term that makes the loss 2e+10 " in of_large_loss.verdict.text
+
+
 def test_what_only_the_lines_of_skips_say_counts_for_the_verdict():
     """The process was killed after its last sample, at step 1."""
     run = run_with({"w": np.full(4, 2.0**-4)})

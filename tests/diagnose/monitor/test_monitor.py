@@ -332,7 +332,7 @@ def test_it_warns_once_in_a_streak_where_update_was_called(path):
     assert [warning.category for warning in caught] == [StuckWarning, StuckWarning]
     assert caught[0].filename == __file__
     training.monitor.close()
-    assert [verdict.step for verdict in read_run(path).verdicts] == [3, 12]
+    assert [verdict.step for verdict in read_run(path).verdicts] == [3, 12, 13]  # at close
 
 
 def test_it_raises_before_the_scale_moves_and_the_next_update_continues():
@@ -369,9 +369,9 @@ def test_a_file_and_its_monitor_agree(flags, scale, num_verdicts, kind, text, pa
 
 def test_a_final_verdict_is_given_once_in_a_streak(path):
     training = Training(scale=8.0, stuck_after=2, on_stuck="continue", path=path).steps("!!!!!!!!")
-    assert training.close().verdict.kind == "floor"
     given = [(line.step, line.verdict) for line in read_run(path).verdicts]
     assert given == [(2, "normal"), (4, "floor")]  # a scale below 8 might have been enough
+    assert training.close().verdict.kind == "floor"
 
 
 def test_a_closure_that_overflows_at_every_scale_counts():
@@ -593,6 +593,19 @@ def test_a_verdict_gives_the_whole_fall_of_the_scale():
     monitor = Training(stuck_after=4, on_stuck="continue").steps("!" * 20).monitor
     words = "last 11 steps were skipped while the scale fell from 1024 to 1."
     assert words in monitor.verdict.text
+
+
+def test_a_verdict_counts_at_close_the_skips_that_followed_it(tmp_path):
+    path = tmp_path / "run.jsonl"
+    options = {"stuck_after": 4, "on_stuck": "continue", "path": path}
+    scaler = GradScaler(policy=FixedScale(1.0))
+    monitor = Training(scaler=scaler, **options).steps("!" * 9).monitor
+    before = monitor.verdict
+    monitor.close()
+    after = monitor.verdict
+    assert after.kind == before.kind
+    assert after.text == before.text.replace("the last 4 steps", "the last 9 steps") != before.text
+    assert read_run(path).verdict == after
 
 
 @pytest.mark.parametrize(

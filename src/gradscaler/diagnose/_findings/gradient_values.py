@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from gradscaler.diagnose._findings.advice import at_any_scale
 from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._findings.nan_skips import LARGE_LOSS
 from gradscaler.diagnose._gradients.fitting_scales import Fit, fades, fit_of
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.formats import format_named
@@ -158,7 +159,7 @@ def too_small(evidence: Evidence) -> Finding | None:
         headroom = math.log2(form.largest) - largest
         fit = fit_of(evidence.sizes, evidence.dtype)
         if fit is not None and fit.is_hopeless:
-            return _range(fit)
+            return _range(fit, sample.loss or 0.0)
     elif shares.zero != 1 or _has_no_loss(sample, evidence):
         return None
     else:
@@ -196,8 +197,8 @@ def _has_no_loss(sample: Sample, evidence: Evidence) -> bool:
     return fits or sample.scale >= _LARGE_SCALE
 
 
-def _range(fit: Fit) -> Finding:
-    """The finding that no scale fits all parameters."""
+def _range(fit: Fit, loss: float) -> Finding:
+    """The finding that no scale fits all parameters, in a sample with this loss."""
     where = fit.gone[0] if fit.gone else fit.lowest
     edge = 2.0 ** (fit.common.edge + 1)
     highest = fit.highest or "the model"
@@ -212,12 +213,19 @@ def _range(fit: Fit) -> Finding:
             f"are flushed to 0 ({where} first), while those of {highest} overflow at "
             f"{edge / fit.own:g} times that"
         )
+    closer = (
+        "Bring the layers closer together (norms, residual connections, ReLU in place of "
+        "sigmoids, loss terms of like weight)"
+    )
+    if abs(loss) > LARGE_LOSS:
+        closer = (
+            f"Divide the term that makes the loss {loss:.2g} (a mean in place of a sum, targets "
+            "in larger units), so that all terms have like weight"
+        )
     return Finding(
         "range",
         f"No loss scale fits: {what}.",
-        "Bring the layers closer together (norms, residual connections, ReLU in place of "
-        "sigmoids, loss terms of like weight), give each head its own scaler and optimizer, or "
-        "train in bfloat16.",
+        f"{closer}, give each head its own scaler and optimizer, or train in bfloat16.",
         where or None,
         is_certain=False,
     )

@@ -343,16 +343,7 @@ class StepLog:
             verdict = self._judge(self)
             if line is not None and line.verdict == verdict.kind:
                 return
-            found = verdict.kind, verdict.text, verdict.where, verdict.findings
-            line = VerdictLine(self.counts.step, *found)
-            self.add_sample()
-            self._write(line)
-            streaks = {
-                optimizer: streak._replace(verdict=line) if other is streak else other
-                for optimizer, other in self.counts.streaks.items()
-            }
-            evidence = self.counts.evidence.after(line)
-            self.counts = self.counts._replace(streaks=streaks, evidence=evidence)
+            line = self._add_verdict(streak, verdict)
         if line.verdict == "normal":
             return
         if self._on_stuck == "raise":
@@ -362,6 +353,29 @@ class StepLog:
             warnings.warn(StuckWarning(line.text), stacklevel=levels_to_caller())
         elif self._on_stuck == "warn":
             self._tell(line.findings[:1])
+
+    def _add_verdict(self, streak: SkipStreak, verdict: Verdict) -> VerdictLine:
+        """Write the verdict on a streak, and keep it with the streak."""
+        found = verdict.kind, verdict.text, verdict.where, verdict.findings
+        line = VerdictLine(self.counts.step, *found)
+        self.add_sample()
+        self._write(line)
+        streaks = {
+            optimizer: streak._replace(verdict=line) if other is streak else other
+            for optimizer, other in self.counts.streaks.items()
+        }
+        evidence = self.counts.evidence.after(line)
+        self.counts = self.counts._replace(streaks=streaks, evidence=evidence)
+        return line
+
+    def _renew_verdict(self) -> None:
+        """Say the verdict on a streak again if it has gone on, with the skips since then."""
+        streak = self.stuck_streak
+        line = None if streak is None else streak.verdict
+        if streak is not None and line is not None and line.step < self.counts.step:
+            verdict = self._judge(self)
+            if verdict.kind == line.verdict:
+                self._add_verdict(streak, verdict)
 
     def has_failed(self, step: Step) -> bool:
         """Whether a step failed in a way that no loss scale fixes.
@@ -422,6 +436,7 @@ class StepLog:
         """Write what is left, close the files, and warn of the last findings."""
         try:
             findings = self._look(is_last=True)
+            self._renew_verdict()
         finally:
             if not self.num_steps and self.counts.observed.calls:
                 self._write(self._calls())
