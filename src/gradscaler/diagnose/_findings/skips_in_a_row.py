@@ -81,8 +81,8 @@ def bad_parameter(evidence: Evidence, so: str) -> Finding | None:
         )
     else:
         action = at_any_scale(
-            "go back to an earlier checkpoint, and look for what wrote it "
-            f"({_what_wrote(evidence)})",
+            "go back to an earlier checkpoint, and look for what wrote it: "
+            + _what_wrote(evidence),
             evidence,
         )
     cause = f"{whose} {parameter} is itself Inf or NaN, {so}{why}."
@@ -91,17 +91,13 @@ def bad_parameter(evidence: Evidence, so: str) -> Finding | None:
 
 def _what_wrote(evidence: Evidence) -> str:
     """What may have written an Inf or NaN into a parameter."""
-    if not evidence.has_scaler:
-        return (
-            "numbers that were not finite from the start, as of a checkpoint; code that writes it, "
-            "such as a mean of no elements; or a learning rate that is too large"
-        )
-    if evidence.skipped >= evidence.steps:  # no step was applied that could have written it
+    code = "code that writes it (a mean of no elements, a division by a norm of 0)"
+    start = "numbers that are not finite from the start, as of a checkpoint"
+    if evidence.has_scaler and evidence.skipped >= evidence.steps:  # none was applied
         return "optimizer.step() without the scaler, or weights that were not finite at first"
-    return (
-        "too large a learning rate, code that writes it (a mean of no elements), or numbers that "
-        "are not finite from the start"
-    )
+    bad = evidence.bad_step
+    first = [start, code] if bad is not None and bad.step == 1 else [code, start]
+    return f"{', '.join(first)}, or too large a learning rate"
 
 
 def bad_state(evidence: Evidence) -> Finding | None:
