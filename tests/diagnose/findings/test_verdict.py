@@ -158,6 +158,7 @@ def in_loss(operation, num_inf=3, largest=6e4, dtype="float16", size=64):
         (in_loss("std"), "compute the loss in float32"),
         (in_loss("cross_entropy", num_inf=0, size=1), "the mean of no elements is 0 / 0"),
         (in_loss("cross_entropy"), "a class masked with -inf costs Inf"),
+        (in_loss("cross_entropy", largest=1e36, dtype="float32"), "near the end of float32's"),
         (in_loss("ctc_loss"), "zero_infinity=True"),
         (in_loss("atanh"), "it is Inf at 1 and -1"),
         (in_loss("mul", num_inf=0), "a factor is a constant Inf or NaN"),

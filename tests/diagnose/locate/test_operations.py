@@ -378,6 +378,18 @@ def test_a_division_by_a_number_says_it():
     assert locate(model, closure).smallest_divisor == 1e-4
 
 
+def test_a_number_divided_by_a_tensor_is_a_division_by_it():
+    counts = torch.tensor([0.0, 3.0])
+
+    def loss(h):
+        weights = 1.0 / counts  # which has no graph
+        return (h.float()[:, :2] * weights).sum()
+
+    model, closure = trained(loss)
+    found = locate(model, closure)
+    assert (found.operation, found.num_inf, found.smallest_divisor) == ("div", 1, 0)
+
+
 def test_a_division_says_the_smallest_of_its_divisors():
     halves = torch.tensor([1, -(2.0**-24), 1, 1]).half()
     model, closure = trained(lambda h: (h.half() / halves).float().sum())

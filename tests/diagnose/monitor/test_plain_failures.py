@@ -178,6 +178,28 @@ def a_learning_rate_that_is_too_large(t):
     return mse_loss(t.outputs().float().exp(), t.target)
 
 
+@fails("divergence", r"loss grew from .* \(step 1\) to .*step 8 was applied", r"lower the learning")
+def the_loss_explodes_in_the_first_steps(t):
+    t.optimizer.param_groups[0]["lr"] = 30.0 if t.step == 1 else 1e-9
+    root = (t.model[0].bias * (t.step != 8)).sum().square().sqrt()  # whose slope is then NaN
+    return mse_loss(t.outputs().float(), t.target) + 1e-6 * root
+
+
+@fails("divergence", r"loss grew from .* \(step 1\) to .*step 2 was applied", r"lower the learning")
+def the_loss_explodes_at_once(t):
+    t.optimizer.param_groups[0]["lr"] = 30.0
+    root = (t.model[0].bias * (t.step != 2)).sum().square().sqrt()
+    return mse_loss(t.outputs().float(), t.target) + 1e-6 * root
+
+
+@fails("parameter", r"divides by an eps of 1e-08, which is 0 in the float16", r"set eps to 1e-4")
+def an_eps_is_lost_in_float16_weights(t):
+    if t.step == 1:
+        t.model.half()
+        t.optimizer = torch.optim.AdamW(t.model.parameters(), lr=1e-3)
+    return mse_loss(t.model(t.inputs.half()).float(), t.target)
+
+
 @fails("divergence", r"went from .* weights' norm .*neither comes back", r"lower the learning rate")
 def a_learning_rate_that_is_lowered_too_late(t):
     t.optimizer.param_groups[0]["lr"] = 2.4 if t.step < 15 else 1e-12

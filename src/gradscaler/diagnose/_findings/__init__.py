@@ -184,10 +184,22 @@ def _nothing(evidence: Evidence) -> str:
         seen = "skips and losses" if evidence.has_scaler else "losses"
         return f"No gradients were read; {seen} show nothing that needs fixing."
     if not evidence.missing:
-        return "Nothing needs fixing."
+        return "Nothing needs fixing." if evidence.has_scaler else _whether_it_learns(evidence)
     first, *rest = evidence.missing
     those = f"{first} and {len(rest)} more" if rest else first
     return (
         f"Nothing needs fixing, unless {those} should be trained: no sample holds a gradient of "
         "them."
     )
+
+
+def _whether_it_learns(evidence: Evidence) -> str:
+    """The first and the latest loss, as finite numbers alone do not make a training good."""
+    first = evidence.first and evidence.first.loss
+    latest = evidence.past[-1].loss if evidence.past else None
+    if first is None or latest is None:
+        return "Nothing needs fixing."
+    went = f"the loss went from {first:g} to {latest:g}"
+    if latest <= first:
+        return f"Nothing needs fixing: {went}."
+    return f"Nothing else was judged: {went}. If it should have fallen, lower the learning rate."

@@ -28,8 +28,8 @@ _CAST = (
     "operations in float32 too, or lower the numbers before the cast"
 )
 _MASKED = (
-    "a row of the softmax is masked entirely (0 / 0): leave one place unmasked, or mask with a "
-    "large finite number"
+    "a row of the softmax is masked entirely (0 / 0: leave one place unmasked, or mask with a "
+    "large finite number), or holds +Inf, as of -log(0)"
 )
 _SCORES = (
     "the scores leave the range of float16: divide them by the root of their width first, or "
@@ -112,6 +112,10 @@ _ALL_MASKED = (
     "all classes of a row are -Inf, as the logarithm of 0 or a mask is: clamp the input of the "
     "logarithm, or leave one class unmasked"
 )
+_TOO_LARGE = (
+    "its inputs come near the end of float32's range: lower the learning rate, warm it up, or clip "
+    "gradients"
+)
 _OF_TOO_FEW = {  # if they make NaN but no Inf
     "mean cross_entropy nll_loss": "the mean of no elements is 0 / 0 (an empty mask, all labels "
     "ignored): leave such batches out, or divide their sum by at least 1",
@@ -187,6 +191,7 @@ def of_operation(located: Located) -> str | None:
         _QUOTIENT: operation == "div" and (located.smallest_divisor or 0.0) >= _TINY,
         # The user cannot divide an input inside PyTorch's own layer.
         _IN_FLOAT32: operation == "matmul" and located.type == "Linear" and not is_wide,
+        _TOO_LARGE: operation in ("cross_entropy", "nll_loss") and located.largest_input > 1e30,
         _ALL_MASKED: operation in ("cross_entropy", "nll_loss")
         and located.size > 1
         and not has_inf,

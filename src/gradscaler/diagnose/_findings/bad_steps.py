@@ -17,8 +17,10 @@ from gradscaler.diagnose._findings.skips_in_a_row import (
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.lines import BadStep, Skip
 from gradscaler.diagnose._record.located import Located
+from gradscaler.diagnose._record.step import Step
 
 _LARGE = 1e9  # a loss; a usual one of sums over a batch of images is below 1e6
+_FIRST = 5  # steps; in these, a loss that exploded is rather a too large step than a bad batch
 _GO_BACK = "Its weights are lost: go back to a checkpoint from before it."
 _IN_FLOAT16 = (
     "numbers beyond 65504 are Inf in float16: scale the loss by a GradScaler, which skips such "
@@ -37,8 +39,15 @@ def applied(evidence: Evidence) -> Finding | None:
         return None
     skip = Skip(bad.step, 1.0, bad.loss, bad.nonfinite, bad.more)  # as if it had been skipped
     past = tuple(step for step in evidence.past if step.step < bad.step)
+    if bad.step <= _FIRST and bad.loss is not None and math.isfinite(bad.loss):
+        past = *past, Step(bad.step, 1.0, skipped=False, loss=bad.loss)
     then = replace(
-        evidence, skips=(skip,), located=_place(bad, evidence), past=past, parameter=None
+        evidence,
+        skips=(skip,),
+        located=_place(bad, evidence),
+        past=past,
+        parameter=None,
+        lost_eps=bad.lost_eps,
     )
     this = f"{evidence.step_word} {bad.step}"
     so = so_of_loss = f"{this} was applied with gradients of Inf or NaN"

@@ -235,10 +235,12 @@ def full_precision(evidence: Evidence) -> Finding | None:
 
 def without_scaling(evidence: Evidence) -> Finding | None:
     """Backward passes in float16 whose loss nothing scales."""
-    if evidence.has_scaler or not evidence.is_in_float16:
-        return None
+    bad = evidence.bad_step
+    if evidence.has_scaler or not evidence.is_in_float16 or (bad and bad.lost_eps is not None):
+        return None  # PyTorch scales no loss of float16 weights, which need another eps first
     sample, lost = evidence.sample, ""
-    if sample is not None and sample.shares is not None:
+    is_sound = bad is None or bad.is_left_out or (sample is not None and sample.step < bad.step)
+    if sample is not None and sample.shares is not None and is_sound:
         zero = sample.shares.zero + sample.shares.flushed
         lost = (
             f" In step {sample.step}, {zero:.0%} of the gradients are zero in float16 and "

@@ -18,6 +18,7 @@ _EXPLODED = 50.0  # times the loss before
 _GREW = 10.0  # times the norm of the first weights
 _RECENT = 20  # steps
 _SOON = 5  # steps from an exploded loss to an overflow that it explains, or from the start
+_LEAST_LOSS = 0.1  # a critic's first loss may be nearer to 0, and any later one is large beside it
 _FEW = 3  # steps that a finding lists
 _FEW_SAMPLES = 2
 _RAN_AWAY = 1e3  # times the first loss; targets that grow by design rarely take the weights along
@@ -223,8 +224,17 @@ def explosion(past: Sequence[Step], in_streak: bool) -> tuple[Step, Step] | None
         peak = latest[len(latest) // 2]
     usually = max(_size(base), _size(seen[0]))
     if peak.step <= base.step or not 0 < _EXPLODED * usually < _size(peak):
-        return None  # a usual loss of 0 is nothing to compare with
+        return _explosion_at_once(seen)  # a usual loss of 0 is nothing to compare with
     return base, peak
+
+
+def _explosion_at_once(seen: Sequence[Step]) -> tuple[Step, Step] | None:
+    """The first step and the largest later loss, if the loss exploded in a few steps and stays."""
+    first, later = seen[0], seen[min(_SOON, len(seen) // 2) :]
+    least = _EXPLODED * max(_size(first), _LEAST_LOSS)
+    if first in later or not all(_size(step) > least for step in later):
+        return None
+    return first, max(later, key=_size)
 
 
 def _is_finite(loss: float | None) -> bool:

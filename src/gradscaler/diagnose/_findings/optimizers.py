@@ -90,7 +90,8 @@ def nonfinite(evidence: Evidence) -> Finding | None:
         f"The optimizer's {setting} was NaN or Inf in {steps} of {evidence.steps}, so these wrote "
         "NaN or Inf into the parameters, or cannot move them.",
         f"Look at what sets {setting.split()[0]}, such as a schedule that divides by 0 (a warm-up, "
-        "a cycle or a phase of 0 steps), and go back to a checkpoint from before.",
+        "a cycle or a phase of 0 steps) or that goes on past its end (a power of a negative "
+        "number), and go back to a checkpoint from before.",
     )
 
 

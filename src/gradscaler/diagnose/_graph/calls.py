@@ -65,7 +65,12 @@ class Call:
     def operation(self) -> str:
         """The name that users know."""
         operator = _OPERATOR.fullmatch(self.name)
-        return called(operator[1] if operator else self.name)
+        return "div" if self._is_reversed else called(operator[1] if operator else self.name)
+
+    @property
+    def _is_reversed(self) -> bool:
+        """Whether it divides a number by its input, as ``1 / x``."""
+        return self.name in ("__rdiv__", "__rtruediv__")
 
     @property
     def readings(self) -> list[Reading]:
@@ -79,7 +84,7 @@ class Call:
         """The smallest magnitude of its divisor; None if it has none, or overwrote it."""
         node, name = self.outputs[0].grad_fn, self.operation
         if name in ("div", "reciprocal", "rsqrt"):
-            found = self.inputs[name == "div" :][:1]
+            found = self.inputs[name == "div" and not self._is_reversed :][:1]
         else:  # a function that divides in the end
             is_div = node is not None and operation_of(node) == "div"
             found = [each for name, each in kept(node).items() if is_div and name == "other"]

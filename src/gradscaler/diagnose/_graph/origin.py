@@ -200,9 +200,10 @@ def _is_risky(node: Node, values: Values) -> bool:
 
 
 def largest_input(node: Node, values: Values) -> float:
-    """The largest magnitude of a node's inputs; NaN if none is known."""
+    """The largest magnitude of a node's inputs; NaN if one of them is unknown."""
     found = list(_inputs(node, values))
-    return largest_of(each.largest for each in found) if found else math.nan
+    is_known = bool(found) and None not in found
+    return largest_of(each.largest for each in found if each is not None) if is_known else math.nan
 
 
 def smallest_divisor(node: Node, values: Values) -> float | None:
@@ -219,9 +220,9 @@ def smallest_divisor(node: Node, values: Values) -> float | None:
     return None if divisor is None else float(divisor.detach().abs().min())
 
 
-def _inputs(node: Node, values: Values) -> Iterator[Reading]:
+def _inputs(node: Node, values: Values) -> Iterator[Reading | None]:
+    """What the inputs of a node hold; None for one that is unknown."""
     for before, number in node.next_functions:
-        found = None if before is None else values.reading(before, number)
-        if found is not None:
-            yield found
+        if before is not None:
+            yield values.reading(before, number)
     yield from map(read, values.constants.get(node, {}).values())

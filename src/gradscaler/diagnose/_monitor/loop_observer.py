@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -155,7 +156,7 @@ class LoopObserver(EagerObserver):
         found = failure.nonfinite
         listed, more = found[:MOST_NONFINITE], len(found[MOST_NONFINITE:])
         line = BadStep(iteration.number, failure.loss, listed, more, failure.located)
-        self.log.add_bad(line)
+        self.log.add_bad(replace(line, lost_eps=self.parameters.lost_eps()))
 
     def _end(self) -> None:
         iteration = self._iterations.latest

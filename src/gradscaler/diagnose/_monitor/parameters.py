@@ -68,7 +68,7 @@ class OptimizersParameters:
         """The fields of evidence that the optimizers give; more fields if the run is stuck."""
         found: dict[str, Any] = {"state": self._nonfinite_state()}
         if is_stuck:
-            found |= {"weights": self._growth(), "lost_eps": self._lost_eps()}
+            found |= {"weights": self._growth(), "lost_eps": self.lost_eps()}
         return found
 
     def _nonfinite_state(self) -> str | None:
@@ -114,7 +114,7 @@ class OptimizersParameters:
             return [local(p).detach().norm() for p in self.named(optimizer).values()]
         return []
 
-    def _lost_eps(self) -> float | None:
+    def lost_eps(self) -> float | None:
         """An optimizer's eps that rounds to 0 in its parameters' float16; None if there is none."""
         for optimizer in self.optimizers:
             if _steps_in_float32(optimizer):

@@ -259,6 +259,7 @@ class BadStep:
         more: the number of further gradients that held one.
         located: the place where the first Inf or NaN was made; None if that was not seen.
         is_left_out: whether no backward pass took the loss, so that the step was not applied.
+        lost_eps: an optimizer's eps that rounds to 0 in its parameters' float16; None if none does.
     """
 
     kind: ClassVar[str] = "bad_step"
@@ -269,6 +270,7 @@ class BadStep:
     more: int = 0
     located: Located | None = None
     is_left_out: bool = False
+    lost_eps: float | None = None
 
     def check(self) -> None:
         """Check that what the step was left out for is known."""
