@@ -42,7 +42,8 @@ def found():
 
 def is_healthy(said):
     """Whether a verdict finds nothing, or only parameters that no loss reaches."""
-    return said.startswith("gradscaler: after ") and "Nothing needs fixing" in said
+    judged = "Nothing needs fixing", "Nothing else was judged"
+    return said.startswith("gradscaler: after ") and any(words in said for words in judged)
 
 
 def words_and_numbers(text):
@@ -62,7 +63,7 @@ def test_the_page_shows_what_is_said_today(found):
 def test_nothing_is_found_after_a_repair(found):
     repaired = {title: after for title, _, _, after in found if after is not None}
     assert len(repaired) >= 24
-    bad = [title for title, said in repaired.items() if not said.endswith("needs fixing.\n")]
+    bad = [title for title, said in repaired.items() if not is_healthy(said)]
     assert bad == []
 
 
