@@ -185,6 +185,15 @@ def the_loss_explodes_in_the_first_steps(t):
     return mse_loss(t.outputs().float(), t.target) + 1e-6 * root
 
 
+@fails("parameter", r"0.weight is .*, and was before the first step, so", r"in the checkpoint that")
+def a_weight_that_is_used_late_is_bad_from_the_start(t):
+    if t.step == 1:
+        t.model[0].weight.data[2, 3] = torch.nan
+    t.inputs[:, 3] = 1.0
+    hidden = t.model[0](t.inputs) if t.step >= 10 else t.inputs.repeat(1, 4)
+    return mse_loss(t.model[2](hidden).float(), t.target)
+
+
 @fails("divergence", r"loss grew from .* \(step 1\) to .*step 2 was applied", r"lower the learning")
 def the_loss_explodes_at_once(t):
     t.optimizer.param_groups[0]["lr"] = 30.0

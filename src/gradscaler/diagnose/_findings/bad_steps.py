@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from gradscaler.diagnose._findings.advice import at_any_scale, at_line, of_backward
 from gradscaler.diagnose._findings.evidence import Evidence
-from gradscaler.diagnose._findings.losses import diverged
+from gradscaler.diagnose._findings.losses import LEAST_EXPLODED, diverged
 from gradscaler.diagnose._findings.skips_in_a_row import (
     EXPLAIN_ALL,
     bad_parameter,
@@ -39,7 +39,7 @@ def applied(evidence: Evidence) -> Finding | None:
         return None
     skip = Skip(bad.step, 1.0, bad.loss, bad.nonfinite, bad.more)  # as if it had been skipped
     past = tuple(step for step in evidence.past if step.step < bad.step)
-    if bad.step <= _FIRST and bad.loss is not None and math.isfinite(bad.loss):
+    if bad.step <= _FIRST and LEAST_EXPLODED < abs(bad.loss or 0.0) < math.inf:
         past = *past, Step(bad.step, 1.0, skipped=False, loss=bad.loss)
     then = replace(
         evidence,

@@ -18,7 +18,7 @@ _EXPLODED = 50.0  # times the loss before
 _GREW = 10.0  # times the norm of the first weights
 _RECENT = 20  # steps
 _SOON = 5  # steps from an exploded loss to an overflow that it explains, or from the start
-_LEAST_LOSS = 0.1  # a critic's first loss may be nearer to 0, and any later one is large beside it
+LEAST_EXPLODED = 5.0  # a critic's first loss may be near 0, and any later one is large beside it
 _FEW = 3  # steps that a finding lists
 _FEW_SAMPLES = 2
 _RAN_AWAY = 1e3  # times the first loss; targets that grow by design rarely take the weights along
@@ -231,7 +231,7 @@ def explosion(past: Sequence[Step], in_streak: bool) -> tuple[Step, Step] | None
 def _explosion_at_once(seen: Sequence[Step]) -> tuple[Step, Step] | None:
     """The first step and the largest later loss, if the loss exploded in a few steps and stays."""
     first, later = seen[0], seen[min(_SOON, len(seen) // 2) :]
-    least = _EXPLODED * max(_size(first), _LEAST_LOSS)
+    least = max(_EXPLODED * _size(first), LEAST_EXPLODED)
     if first in later or not all(_size(step) > least for step in later):
         return None
     return first, max(later, key=_size)

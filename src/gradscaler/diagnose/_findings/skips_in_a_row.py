@@ -55,12 +55,12 @@ def bad_parameter(evidence: Evidence, so: str) -> Finding | None:
     """A parameter or a buffer that is itself not finite."""
     located, parameter, whose = evidence.located, evidence.parameter, "The model's"
     if parameter is None and located is not None and located.kind == "forward":
-        parameter = located.parameter and f"{located.module or ''}.{located.parameter}".lstrip(".")
+        parameter = located.bad_parameter
         if located.module is None:  # such as a teacher
             whose = f"Another module's ({located.type})"
     if parameter is None:
         return None
-    why = ""
+    why = since = ""
     if evidence.lost_eps is not None:
         why = (
             f": the optimizer divides by an eps of {evidence.lost_eps:g}, which is 0 in the "
@@ -79,13 +79,16 @@ def bad_parameter(evidence: Evidence, so: str) -> Finding | None:
             f"pass wrote Inf or NaN into it{read}{undone}",
             evidence,
         )
+    elif evidence.bad_step is not None and evidence.bad_step.is_from_start:
+        since = ", and was before the first step"
+        action = "Repair it in the checkpoint that was loaded, or in what initializes it."
     else:
         action = at_any_scale(
             "go back to an earlier checkpoint, and look for what wrote it: "
             + _what_wrote(evidence),
             evidence,
         )
-    cause = f"{whose} {parameter} is itself Inf or NaN, {so}{why}."
+    cause = f"{whose} {parameter} is itself Inf or NaN{since}, {so}{why}."
     return Finding("parameter", cause, action, parameter)
 
 

@@ -156,7 +156,10 @@ class LoopObserver(EagerObserver):
         found = failure.nonfinite
         listed, more = found[:MOST_NONFINITE], len(found[MOST_NONFINITE:])
         line = BadStep(iteration.number, failure.loss, listed, more, failure.located)
-        self.log.add_bad(replace(line, lost_eps=self.parameters.lost_eps()))
+        parameter = None if failure.located is None else failure.located.bad_parameter
+        is_from_start = parameter is not None and self.parameters.was_bad(parameter)
+        lost_eps = self.parameters.lost_eps()
+        self.log.add_bad(replace(line, is_from_start=is_from_start, lost_eps=lost_eps))
 
     def _end(self) -> None:
         iteration = self._iterations.latest

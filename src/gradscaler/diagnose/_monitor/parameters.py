@@ -87,6 +87,15 @@ class OptimizersParameters:
         if id(optimizer) not in self._norms:
             self._norms[id(optimizer)] = self._norms_of(optimizer)
 
+    def was_bad(self, name: str) -> bool:
+        """Whether the parameter of a name was Inf or NaN before its optimizer's first step."""
+        for place, optimizer in enumerate(self.optimizers):
+            norms = self._norms.get(id(optimizer), ())
+            for own, norm in zip(self.named(optimizer, place), norms, strict=False):
+                if own == name:
+                    return not bool(norm.isfinite())
+        return False
+
     def _growth(self) -> tuple[float, float] | None:
         """The norm of all parameters before the first step, and the norm now; None if unknown."""
         now = [norm for optimizer in self.optimizers for norm in self._norms_of(optimizer)]

@@ -259,6 +259,8 @@ class BadStep:
         more: the number of further gradients that held one.
         located: the place where the first Inf or NaN was made; None if that was not seen.
         is_left_out: whether no backward pass took the loss, so that the step was not applied.
+        is_from_start: whether the parameter that `located` names was Inf or NaN before the first
+            step.
         lost_eps: an optimizer's eps that rounds to 0 in its parameters' float16; None if none does.
     """
 
@@ -270,6 +272,7 @@ class BadStep:
     more: int = 0
     located: Located | None = None
     is_left_out: bool = False
+    is_from_start: bool = False
     lost_eps: float | None = None
 
     def check(self) -> None:

@@ -66,6 +66,13 @@ class Located:
     way: str | None = None
     rows: str | None = None
 
+    @property
+    def bad_parameter(self) -> str | None:
+        """The whole name of the parameter that is itself not finite; None if none is known."""
+        if self.kind != "forward" or not self.parameter:
+            return None
+        return f"{self.module or ''}.{self.parameter}".lstrip(".")
+
     def is_at(self, other: Located) -> bool:
         """Whether this is the place of another Inf or NaN."""
         fields = "module", "kind", "parameter", "operation", "line", "is_likely"
