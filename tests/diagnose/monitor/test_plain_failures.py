@@ -221,7 +221,7 @@ def a_loss_with_the_wrong_sign(t):
     return -mse_loss(t.outputs().float(), t.target)
 
 
-@fails("parameter", r"The model's 0.bias is itself Inf or NaN", r"Go back to an earlier checkpoint")
+@fails("parameter", r"The model's 0.bias is itself Inf or NaN", r"Go back to a checkpoint")
 def a_parameter_that_other_code_writes(t):
     if t.is_bad:
         t.model[0].bias.data[2] = torch.nan

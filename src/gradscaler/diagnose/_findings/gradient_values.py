@@ -218,10 +218,7 @@ def _range(fit: Fit, loss: float) -> Finding:
         "sigmoids, loss terms of like weight)"
     )
     if abs(loss) > LARGE_LOSS:
-        closer = (
-            f"Divide the term that makes the loss {loss:.2g} (a mean in place of a sum, targets "
-            "in larger units), so that all terms have like weight"
-        )
+        closer = f"Divide the term that makes the loss {loss:.2g} (a mean in place of a sum)"
     return Finding(
         "range",
         f"No loss scale fits: {what}.",

@@ -87,11 +87,11 @@ def nonfinite(evidence: Evidence) -> Finding | None:
     steps = f"{count} {evidence.step_word}{'s' * (count > 1)}"
     return Finding(
         "divergence",
-        f"The optimizer's {setting} was NaN or Inf in {steps} of {evidence.steps}, so these wrote "
-        "NaN or Inf into the parameters, or cannot move them.",
-        f"Look at what sets {setting.split()[0]}, such as a schedule that divides by 0 (a warm-up, "
-        "a cycle or a phase of 0 steps) or that goes on past its end (a power of a negative "
-        "number), and go back to a checkpoint from before.",
+        f"The optimizer's {setting} was NaN or Inf in {steps} of {evidence.steps}, which wrote "
+        "NaN into the parameters, or cannot move them.",
+        f"Look at what sets {setting.split()[0]}, such as a schedule that divides by 0 (a phase of "
+        "0 steps) or runs past its end (a power of a negative number), and go back to a "
+        "checkpoint.",
     )
 
 

@@ -84,8 +84,7 @@ def bad_parameter(evidence: Evidence, so: str) -> Finding | None:
         action = "Repair it in the checkpoint that was loaded, or in what initializes it."
     else:
         action = at_any_scale(
-            "go back to an earlier checkpoint, and look for what wrote it: "
-            + _what_wrote(evidence),
+            "go back to a checkpoint, and find what wrote it: " + _what_wrote(evidence),
             evidence,
         )
     cause = f"{whose} {parameter} is itself Inf or NaN{since}, {so}{why}."
@@ -94,8 +93,8 @@ def bad_parameter(evidence: Evidence, so: str) -> Finding | None:
 
 def _what_wrote(evidence: Evidence) -> str:
     """What may have written an Inf or NaN into a parameter."""
-    code = "code that writes it (a mean of no elements, a division by a norm of 0)"
-    start = "numbers that are not finite from the start, as of a checkpoint"
+    code = "code (a mean of no elements, a division by a norm of 0)"
+    start = "numbers not finite from the start"
     if evidence.has_scaler and evidence.skipped >= evidence.steps:  # none was applied
         return "optimizer.step() without the scaler, or weights that were not finite at first"
     bad = evidence.bad_step
