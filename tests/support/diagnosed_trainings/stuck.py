@@ -383,7 +383,7 @@ def a_ratio_of_probabilities_that_grows(setting: Setting) -> None:
     fit(setting, model, loss_of, 300, lr=setting.pick(3e-3, 1e-2, 1e-3))
 
 
-@training("parameter", "0.weight", "Another module's .*look for what wrote it")
+@training("parameter", "0.weight", "Another module's .*find what wrote it")
 def averaged_weights_become_inf(setting: Setting) -> None:
     """They belong to another model, and no skip repairs them."""
     model, teacher = mlp(16, 32, 4), mlp(16, 32, 4).requires_grad_(False)
