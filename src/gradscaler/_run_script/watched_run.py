@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # Kinds of findings after which no scale brings a training back, for a run with a scaler.
 _LOST = {"parameter", "divergence", "activations", "loss", "nan", "floor", "silent"}
+# What a watched step may name the maker of: always, or if the run itself did not.
+_OF_VALUES, _OF_OPERATIONS = {"data", "silent"}, {"nan", "loss", "activations"}
 # A script may have looked at a number that is no loss, or that it keeps nowhere.
 _HINT = " If it found a NaN, --watch {} names the operation."
 
@@ -99,7 +101,9 @@ class WatchedRun:
         if first.action in self._advice:
             text = f", as said above{text.replace(first.text, first.cause, 1)}"
         file, bad = shown(self._path), next(iter(first.steps), 0)
-        is_made_before = first.kind == "data" and bad > 1 and self._watch is None
+        is_unseen = first.kind in _OF_OPERATIONS and first.line is None
+        is_open = first.kind in _OF_VALUES or is_unseen
+        is_made_before = is_open and bad > 1 and self._watch is None
         ranks = re.sub(r"\.rank\d+\.jsonl", ".rank*.jsonl", file)
         say(
             f"after {steps:,} step{'s' * (steps != 1)}{text}",

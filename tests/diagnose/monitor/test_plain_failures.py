@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from gradscaler.__main__ import main
-from gradscaler.diagnose import FindingWarning, Monitor, read_run
+from gradscaler.diagnose import FindingWarning, Located, Monitor, read_run
 from tests.support.marked_lines import lines_marked_in
 
 pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
@@ -357,3 +357,20 @@ def test_a_loop_in_float16_is_told_the_share_of_gradients_that_it_flushes(path):
 def test_a_loop_that_takes_no_step_is_told_what_is_watched():
     with Monitor(model=nn.Linear(2, 1)) as monitor:
         assert "optimizer of torch.optim" in monitor.verdict.text
+
+
+def test_a_later_failure_does_not_replace_what_a_watch_of_the_user_s_own_found():
+    training = Training()
+    monitor = Monitor(model=training.model, tell=lambda finding: None)
+    counts = 1, 0, 8, 1.0, 1.0
+    log = Located(None, "forward", "", "float32", *counts, operation="log", line="prepare.py:3")
+
+    def with_a_term_of_nan(t):
+        if t.step == 20:
+            monitor.note_located(log)
+        return healthy(t) + (torch.nan if t.step in (20, 30, 40, 50) else 0.0)
+
+    training.train(with_a_term_of_nan, 60)
+    monitor.close()
+    assert monitor.verdict.kind == "silent"
+    assert "first seen in log at prepare.py:3" in monitor.verdict.text

@@ -165,18 +165,40 @@ for step in range(1, 8):
 """
 
 
-def test_what_a_watched_step_shows_is_what_the_verdict_says(tmp_path):
-    script = tmp_path / "prepares.py"
-    script.write_text(PREPARES)
+# An empty row of a checkpointed attention, whose tensors may be unpacked only once.
+CHECKPOINTED = """
+import torch
+from torch.utils.checkpoint import checkpoint
+score = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(score.parameters(), lr=0.01)
+def attend(x, mask):
+    return torch.softmax(torch.nn.functional.gelu(score(x)) + mask, -1)
+for step in range(1, 8):
+    mask = torch.zeros(8, 4)
+    mask[3] = -torch.inf if step == 6 else 0
+    optimizer.zero_grad()
+    outputs = checkpoint(attend, torch.randn(8, 4), mask, use_reentrant=False)
+    (outputs * torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "maker"),
+    [(PREPARES, "std at script.py:7"), (CHECKPOINTED, "softmax at script.py:7")],
+    ids=["prepares", "checkpointed"],
+)
+def test_what_a_watched_step_shows_is_what_the_verdict_says(tmp_path, text, maker):
+    (tmp_path / "script.py").write_text(text)
     line = [sys.executable, "-m", "gradscaler", "run"]
     options = {"text": True, "capture_output": True, "cwd": tmp_path, "timeout": 120}
     first, again = (
-        words(subprocess.run([*line, *watch, script.name], check=True, **options).stderr)
+        words(subprocess.run([*line, *watch, "script.py"], check=True, **options).stderr)
         for watch in ([], ["--watch", "6"])
     )
     assert "the same command with --watch 6 names what made it" in first
-    assert "by std" not in first
-    assert "step watched: forward of a function (float32), std at prepares.py:7" in again
-    verdict = again.rpartition("gradscaler: ")[2]
-    assert "by std at prepares.py:7" in verdict
+    assert maker not in first
+    watched, verdict = again.partition("step watched: ")[2], again.rpartition("gradscaler: ")[2]
+    assert maker in watched.partition("gradscaler: ")[0]
+    assert maker in verdict
     assert "--watch" not in verdict

@@ -77,8 +77,9 @@ _NAN_IN_FLOAT32 = (
     "0), or a softmax row that is masked entirely"
 )
 _HIDDEN = {
-    "CompiledFunction": "compiled code is one operation here: run some such steps uncompiled, by "
-    'torch.compiler.set_stance("force_eager"), which names the operation inside',
+    "CompiledFunction": "compiled code is one operation here: watch such a step (gradscaler run "
+    '--watch), or run some uncompiled, by torch.compiler.set_stance("force_eager"), which names '
+    "the operation inside",
     "CheckpointFunction": "a reentrant checkpoint hides its operations: pass use_reentrant=False, "
     "which shows them",
 }

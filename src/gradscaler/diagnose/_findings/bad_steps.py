@@ -16,7 +16,7 @@ from gradscaler.diagnose._findings.skips_in_a_row import (
 )
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.lines import BadStep, Skip
-from gradscaler.diagnose._record.located import Located
+from gradscaler.diagnose._record.located import Located, is_exact
 from gradscaler.diagnose._record.step import Step
 
 _LARGE = 1e9  # a loss; a usual one of sums over a batch of images is below 1e6
@@ -86,10 +86,21 @@ def _of_large_numbers(evidence: Evidence, so: str) -> Finding | None:
 
 
 def _place(bad: BadStep, evidence: Evidence) -> Located | None:
-    """The place of a bad step, or of what made the input that it names, found in a later step."""
+    """The place of a bad step, or what a watch has shown since, if the step's own is not exact."""
     found, later = bad.located, evidence.watched
-    is_made = later is not None and later.kind == "forward" and later.parameter is None
-    return later if _is_input(found) and is_made else found
+    if later is None or _is_whole(found):
+        return found
+    if later.kind == "backward":
+        return later if found is None or found.kind == "backward" else found
+    is_made = later.kind == "forward" and later.parameter is None
+    return later if is_made else found
+
+
+def _is_whole(found: Located | None) -> bool:
+    """Whether a place is that of the maker itself, as all of its inputs were seen."""
+    if found is None or found.bad_parameter is not None:
+        return found is not None
+    return is_exact(found) and (found.kind == "backward" or not math.isnan(found.largest_input))
 
 
 def _is_input(found: Located | None) -> bool:

@@ -11,9 +11,9 @@ from typing import Any
 
 from gradscaler.diagnose._gradients.reading import Tensor, floating
 from gradscaler.diagnose._graph.call_site import Node
+from gradscaler.diagnose._record.located import OPAQUE
 
 MOST_NODES = 10_000  # of one graph
-OPAQUE = "CompiledFunction", "CheckpointFunction"  # nodes that hide a graph of their own
 _RAW = "_raw_saved_"
 _number_of = methodcaller("_sequence_nr")  # the order in which PyTorch made the nodes
 _PARTLY_WRITTEN = {"CtcLossBackward": "result1"}  # the rest of that memory may hold any number
@@ -83,6 +83,17 @@ def kept(node: Node, may_unpack: bool = False) -> dict[str, Tensor]:
                 tensors = list(floating(tensor_class, getattr(node, public)))
                 found |= {f"{name}{n or ''}": t for n, t in enumerate(tensors) if is_there(t)}
     return found
+
+
+def saved(node: Node, name: str) -> Any:
+    """What a node keeps under a name; None if there is nothing, or it was freed or packed.
+
+    To read what a hook has packed would unpack it, which a checkpoint allows once in a pass.
+    """
+    with suppress(Exception):
+        if not is_packed(getattr(node, _RAW + name, None)):
+            return getattr(node, f"_saved_{name}")
+    return None
 
 
 def has_packed(node: Node) -> bool:

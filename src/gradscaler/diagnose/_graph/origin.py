@@ -5,13 +5,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import NamedTuple
 
 from gradscaler.diagnose._gradients.reading import Reading, Tensor, largest_of, read
 from gradscaler.diagnose._graph.call_site import Node, is_form, operation_of
 from gradscaler.diagnose._graph.masks import ADDS_UP, FILLS, TAKES_MASKS
-from gradscaler.diagnose._graph.nodes import is_custom, is_leaf, is_opaque, reads_unknown
+from gradscaler.diagnose._graph.nodes import (
+    has_packed,
+    is_custom,
+    is_leaf,
+    is_opaque,
+    reads_unknown,
+    saved,
+)
 from gradscaler.diagnose._graph.values import Values
 from gradscaler.diagnose._record.located import Located
 
@@ -202,7 +208,7 @@ def _is_risky(node: Node, values: Values) -> bool:
 def largest_input(node: Node, values: Values) -> float:
     """The largest magnitude of a node's inputs; NaN if one of them is unknown."""
     found = list(_inputs(node, values))
-    is_known = bool(found) and None not in found
+    is_known = bool(found) and None not in found and not has_packed(node)
     return largest_of(each.largest for each in found if each is not None) if is_known else math.nan
 
 
@@ -212,8 +218,7 @@ def smallest_divisor(node: Node, values: Values) -> float | None:
         return None
     divisor = values.constants.get(node, {}).get("other")
     if divisor is None:  # it may be a whole number in the code, of which no NaN comes
-        with suppress(Exception):
-            divisor = getattr(node, "_saved_other", None)
+        divisor = saved(node, "other")
     before, number = node.next_functions[-1]
     if divisor is None and before is not None:
         divisor = values.tensor(before, number)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 
 from gradscaler.diagnose._gradients.reading import Tensor, read
 from gradscaler.diagnose._graph.call_site import Node, operation_of
-from gradscaler.diagnose._graph.nodes import has_packed, is_custom, is_leaf, kept
+from gradscaler.diagnose._graph.nodes import has_packed, is_custom, is_leaf, kept, saved
 
 # Where the slope of an operation is Inf or NaN, in the numbers that its node keeps by these names.
 _POLES: dict[str, tuple[str, tuple[float, ...]]] = {
@@ -82,9 +81,7 @@ def is_at_pole(node: Node, tensors: Mapping[str, Tensor] | None = None) -> bool:
 
 
 def _poles_of(node: Node) -> tuple[str, tuple[float, ...]]:
-    operation, exponent = operation_of(node), None
-    with suppress(RuntimeError):  # a tensor, and freed
-        exponent = getattr(node, "_saved_exponent", None)
+    operation, exponent = operation_of(node), saved(node, "exponent")
     if isinstance(exponent, (int, float)) and exponent >= 1:
         return "", ()
     return _poles_of_operation(operation)

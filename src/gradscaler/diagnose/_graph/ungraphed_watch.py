@@ -5,10 +5,9 @@ from __future__ import annotations
 from gradscaler.diagnose._graph.budget import Budget
 from gradscaler.diagnose._graph.calls import Call, CallWatch
 from gradscaler.diagnose._graph.hooks import weakly
-from gradscaler.diagnose._graph.nodes import OPAQUE
 from gradscaler.diagnose._graph.places import Module, Places
 from gradscaler.diagnose._graph.sources import Sources
-from gradscaler.diagnose._record.located import Located
+from gradscaler.diagnose._record.located import Located, is_exact
 
 _CREDIT = 1.0  # seconds: too few to be missed in a training that fails
 _MOST_IN_VAIN = 3  # failed steps: what three of them do not show is in the data, or hidden
@@ -86,14 +85,3 @@ class UngraphedWatch:
         from torch import is_grad_enabled
 
         return self._model is not None and not (is_grad_enabled() or self._model.training)
-
-
-def is_exact(located: Located | None) -> bool:
-    """Whether a place in a graph is that of the operation that made an Inf or NaN.
-
-    A tensor that no node made may come from an operation that records no graph. A compiled or
-    checkpointed function hides its operations or their lines.
-    """
-    if located is None or located.kind == "input" or located.line is None or located.is_likely:
-        return False
-    return not (located.operation or "").startswith(OPAQUE)

@@ -9,7 +9,7 @@ from typing import Any
 from gradscaler.diagnose._gradients.arrays import local
 from gradscaler.diagnose._gradients.reading import Reading, Tensor, read
 from gradscaler.diagnose._graph.call_site import Node, aten_name, is_form
-from gradscaler.diagnose._graph.nodes import is_custom, is_leaf, is_there, kept
+from gradscaler.diagnose._graph.nodes import is_custom, is_leaf, is_there, kept, saved
 from gradscaler.diagnose._graph.sources import Sources
 
 _Edge = tuple[Node, int]  # a node, and which of its results
@@ -129,11 +129,11 @@ class _Arguments:
         found: dict[str, Any] = {}
         edges = self._edges(schema)
         for each in schema:
-            saved = getattr(self._node, f"_saved_{each.name}", None)
+            number = saved(self._node, each.name)
             if each.name in self._own:
                 found[each.name] = self._seen(self._own[each.name])
-            elif saved is not None:
-                found[each.name] = _signed(saved)
+            elif number is not None:
+                found[each.name] = _signed(number)
             elif str(each.type) == "List[Tensor]":
                 found[each.name] = [self._tensor(edge) for edge in self._node.next_functions]
             elif each.name in edges:
@@ -152,7 +152,7 @@ class _Arguments:
         edges = self._node.next_functions
         tensors = [each.name for each in schema if "Tensor" in str(each.type)]
         if len(tensors) != len(edges):
-            tensors = [name for name in tensors if not hasattr(self._node, f"_saved_{name}")]
+            tensors = [name for name in tensors if not hasattr(type(self._node), f"_saved_{name}")]
         return dict(zip(tensors, edges, strict=True)) if len(tensors) == len(edges) else {}
 
     def _tensor(self, edge: _Edge) -> Tensor:

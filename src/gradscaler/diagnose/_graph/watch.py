@@ -14,13 +14,13 @@ from gradscaler.diagnose._graph.budget import Budget
 from gradscaler.diagnose._graph.call_site import Node
 from gradscaler.diagnose._graph.hooks import Handle, remove_all, weakly
 from gradscaler.diagnose._graph.lines import Tracebacks
-from gradscaler.diagnose._graph.nodes import OPAQUE, in_order, is_custom
+from gradscaler.diagnose._graph.nodes import in_order, is_custom
 from gradscaler.diagnose._graph.places import Module, Places
 from gradscaler.diagnose._graph.reader import GraphReader
 from gradscaler.diagnose._graph.retained import RetainedGraph
 from gradscaler.diagnose._graph.slopes import bad_in, is_at_pole, part_of, suspects_in
-from gradscaler.diagnose._graph.ungraphed_watch import UngraphedWatch, is_exact
-from gradscaler.diagnose._record.located import Located
+from gradscaler.diagnose._graph.ungraphed_watch import UngraphedWatch
+from gradscaler.diagnose._record.located import OPAQUE, Located, is_exact
 
 _MOST_TRACED = 20  # steps: a branch that is taken now and then may need as many
 _LITTLE, _LITTLE_CREDIT = 0.02, 0.2  # a share of the time and seconds, before any failure

@@ -9,10 +9,9 @@ from contextlib import suppress
 from gradscaler.diagnose._gradients.reading import Tensor
 from gradscaler.diagnose._graph.budget import LOOKED_AT, WATCHED, Budget
 from gradscaler.diagnose._graph.hooks import weakly
-from gradscaler.diagnose._graph.ungraphed_watch import is_exact
 from gradscaler.diagnose._locate.module_hooks import ModuleHooks
 from gradscaler.diagnose._monitor.step_log import StepLog
-from gradscaler.diagnose._record.located import Located
+from gradscaler.diagnose._record.located import Located, is_exact
 from gradscaler.diagnose._record.step import Step
 
 _CREDIT = 0.1  # seconds: too few to be missed, and enough to look at a short run's first steps

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from gradscaler.diagnose._gradients.arrays import dtype_name
 from gradscaler.diagnose._gradients.reading import Tensor, largest
 from gradscaler.diagnose._graph.call_site import Node, differentiated
-from gradscaler.diagnose._graph.nodes import MOST_NODES, is_opaque, nodes_from
+from gradscaler.diagnose._graph.nodes import MOST_NODES, is_opaque, nodes_from, saved
 
 # Losses that are never negative for targets and inputs as they should be.
 _NEVER_NEGATIVE = "binary_cross_entropy", "binary_cross_entropy_with_logits", "nll_loss"
@@ -17,9 +17,9 @@ _PASSED = "div", "mean", "sum", "to"  # between it and the loss; a factor may be
 # What operations keep for their backward pass, and the value in float16 that shows that they
 # divided by an Inf. No finite number of float16 has a reciprocal of 0, nor its root.
 _OF_INF = {
-    "div": ("_saved_other", math.inf),
-    "rsqrt": ("_saved_result", 0.0),
-    "reciprocal": ("_saved_result", 0.0),
+    "div": ("other", math.inf),
+    "rsqrt": ("result", 0.0),
+    "reciprocal": ("result", 0.0),
 }
 _BELOW = -1e-3  # rounding makes a loss of 0 a little less
 
@@ -65,7 +65,7 @@ class ScaledLosses:
 def _divides_by_inf(node: Node) -> bool:
     """Whether a quotient in float16 is 0 because its divisor is Inf."""
     name, value = _OF_INF.get(differentiated(node.name()), ("", 0.0))
-    kept = getattr(node, name, None) if name else None
+    kept = saved(node, name) if name else None
     return kept is not None and dtype_name(kept) == "float16" and bool((kept.abs() == value).any())
 
 

@@ -120,6 +120,7 @@ class StepLog:
         self.counts = Counts(step, sampled=step)
         self._written_at = monotonic()  # the time of the last sample
         self._watched = step  # the last step that add_watched was called for
+        self._has_made = False  # whether a watch that the user asked for has found the maker
         self._dtypes: Mapping[str, str] = {}
         self._filter = WarningFilter(step)
         self._nonfinite: dict[str, str | None] = {}  # the names last written
@@ -281,7 +282,7 @@ class StepLog:
         step, known = self.counts.step, self.counts.evidence.watched
         if self._watched == step:
             return
-        if located is not None and known is not None and located.is_at(known):
+        if self._has_made or (located and known is not None and located.is_at(known)):
             located = None
         line = Watched(step, located, {} if dtypes == self._dtypes else dict(dtypes))
         if located is not None:
@@ -294,6 +295,7 @@ class StepLog:
     def add_made(self, located: Located) -> None:
         """Write where a watch that the user asked for found the Inf or NaN of the present step."""
         self._keep(Watched(self.counts.step + 1, located))
+        self._has_made = True
 
     def _keep(self, line: BadStep | Watched) -> None:
         self.counts = self.counts._replace(evidence=self.counts.evidence.after(line))

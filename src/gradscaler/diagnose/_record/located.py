@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+OPAQUE = "CompiledFunction", "CheckpointFunction"  # operations that hide others, or their lines
+
 
 @dataclass(frozen=True)
 class Located:
@@ -106,3 +108,14 @@ class Located:
         if not backward and self.parameter:
             text += f"; its {self.parameter} is not finite"
         return text
+
+
+def is_exact(located: Located | None) -> bool:
+    """Whether a place in a graph is that of the operation that made an Inf or NaN.
+
+    A tensor that no node made may come from an operation that records no graph. A compiled or
+    checkpointed function hides its operations or their lines.
+    """
+    if located is None or located.kind == "input" or located.line is None or located.is_likely:
+        return False
+    return not (located.operation or "").startswith(OPAQUE)
