@@ -183,11 +183,32 @@ for step in range(1, 8):
 """
 
 
-@pytest.mark.parametrize(
-    ("text", "maker"),
-    [(PREPARES, "std at script.py:7"), (CHECKPOINTED, "softmax at script.py:7")],
-    ids=["prepares", "checkpointed"],
-)
+# Two checkpoints: the quotient of the first has a gradient of 0 / 0, which the plain run can't see.
+CHECKPOINTED_BACKWARD = """
+import torch
+from torch.utils.checkpoint import checkpoint
+score = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(score.parameters(), lr=0.01)
+def share(x, m):
+    return torch.where(m > 0, score(x) / m.sum(-1, keepdim=True), m)
+def root(x):
+    return (score(x).square() + 1).sqrt()
+for step in range(1, 8):
+    mask = torch.ones(8, 4)
+    mask[3] = 0 if step == 6 else 1
+    optimizer.zero_grad()
+    shares = checkpoint(share, torch.randn(8, 4), mask, use_reentrant=False)
+    checkpoint(root, shares, use_reentrant=False).mean().backward()
+    optimizer.step()
+"""
+MAKERS = {
+    "prepares": (PREPARES, "std at script.py:7"),
+    "checkpointed": (CHECKPOINTED, "softmax at script.py:7"),
+    "checkpointed backward": (CHECKPOINTED_BACKWARD, "div at script.py:7"),
+}
+
+
+@pytest.mark.parametrize(("text", "maker"), MAKERS.values(), ids=MAKERS)
 def test_what_a_watched_step_shows_is_what_the_verdict_says(tmp_path, text, maker):
     (tmp_path / "script.py").write_text(text)
     line = [sys.executable, "-m", "gradscaler", "run"]

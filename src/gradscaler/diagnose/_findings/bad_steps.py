@@ -110,7 +110,9 @@ def _is_input(found: Located | None) -> bool:
 def _of_gradients(evidence: Evidence, bad: BadStep) -> Finding:
     """Gradients that are not finite though the loss is."""
     nan = next((each for each in bad.nonfinite if each.num_nan), None)
-    first, found = nan or bad.nonfinite[0], bad.located
+    first, found = nan or bad.nonfinite[0], evidence.located
+    if found is not None and found.kind != "backward":
+        found = bad.located
     what = "NaN" if first.num_nan else "Inf"
     at = at_line(found, "by the gradient of")
     this = f"{evidence.step_word} {bad.step}"
