@@ -82,6 +82,7 @@ _BESIDE_BAD_STEPS: tuple[_Detector, ...] = (
     calls.without_scaling,
 )
 
+_ROSE = 2.0  # times the first loss; a batch's own loss often is a little larger
 _SHORT = 50  # steps; the last one that a monitor samples early
 
 
@@ -200,6 +201,6 @@ def _whether_it_learns(evidence: Evidence) -> str:
     if first is None or latest is None:
         return "Nothing needs fixing."
     went = f"the loss went from {first:g} to {latest:g}"
-    if latest <= first:
+    if latest <= _ROSE * abs(first):
         return f"Nothing needs fixing: {went}."
     return f"Nothing else was judged: {went}. If it should have fallen, lower the learning rate."

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from gradscaler.diagnose._findings.advice import at_any_scale, at_line, of_backward
 from gradscaler.diagnose._findings.evidence import Evidence
-from gradscaler.diagnose._findings.losses import LEAST_EXPLODED, diverged
+from gradscaler.diagnose._findings.losses import diverged
 from gradscaler.diagnose._findings.skips_in_a_row import (
     EXPLAIN_ALL,
     bad_parameter,
@@ -17,10 +17,8 @@ from gradscaler.diagnose._findings.skips_in_a_row import (
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.lines import BadStep, Skip
 from gradscaler.diagnose._record.located import Located, is_exact
-from gradscaler.diagnose._record.step import Step
 
 _LARGE = 1e9  # a loss; a usual one of sums over a batch of images is below 1e6
-_FIRST = 5  # steps; in these, a loss that exploded is rather a too large step than a bad batch
 _GO_BACK = "Its weights are lost: go back to a checkpoint from before it."
 _IN_FLOAT16 = (
     "numbers beyond 65504 are Inf in float16: scale the loss by a GradScaler, which skips such "
@@ -39,8 +37,6 @@ def applied(evidence: Evidence) -> Finding | None:
         return None
     skip = Skip(bad.step, 1.0, bad.loss, bad.nonfinite, bad.more)  # as if it had been skipped
     past = tuple(step for step in evidence.past if step.step < bad.step)
-    if bad.step <= _FIRST and LEAST_EXPLODED < abs(bad.loss or 0.0) < math.inf:
-        past = *past, Step(bad.step, 1.0, skipped=False, loss=bad.loss)
     then = replace(
         evidence,
         skips=(skip,),
@@ -98,9 +94,10 @@ def _place(bad: BadStep, evidence: Evidence) -> Located | None:
 
 def _is_whole(found: Located | None) -> bool:
     """Whether a place is that of the maker itself, as all of its inputs were seen."""
-    if found is None or found.bad_parameter is not None:
-        return found is not None
-    return is_exact(found) and (found.kind == "backward" or not math.isnan(found.largest_input))
+    if found is None:
+        return False
+    is_seen = found.kind == "backward" or not math.isnan(found.largest_input)
+    return found.bad_parameter is not None or (is_exact(found) and is_seen)
 
 
 def _is_input(found: Located | None) -> bool:

@@ -18,7 +18,7 @@ _EXPLODED = 50.0  # times the loss before
 _GREW = 10.0  # times the norm of the first weights
 _RECENT = 20  # steps
 _SOON = 5  # steps from an exploded loss to an overflow that it explains, or from the start
-LEAST_EXPLODED = 5.0  # a critic's first loss may be near 0, and any later one is large beside it
+_LEAST_EXPLODED = 5.0  # a critic's first loss may be near 0, and any later one is large beside it
 _FEW = 3  # steps that a finding lists
 _FEW_SAMPLES = 2
 _RAN_AWAY = 1e3  # times the first loss; targets that grow by design rarely take the weights along
@@ -95,7 +95,7 @@ def absorbed(evidence: Evidence) -> Finding | None:
 
 def diverged(evidence: Evidence) -> Finding | None:
     """A loss or a norm of the weights that explodes, so that many steps are skipped."""
-    loss = explosion(evidence.past, in_streak=bool(evidence.skips))
+    loss = explosion(evidence.past, in_streak=bool(evidence.skips)) or _explosion_at_once(evidence)
     weights = evidence.weights
     if weights is not None and not 0 < _GREW * weights[0] <= weights[1] < math.inf:
         weights = None
@@ -224,17 +224,25 @@ def explosion(past: Sequence[Step], in_streak: bool) -> tuple[Step, Step] | None
         peak = latest[len(latest) // 2]
     usually = max(_size(base), _size(seen[0]))
     if peak.step <= base.step or not 0 < _EXPLODED * usually < _size(peak):
-        return _explosion_at_once(seen)  # a usual loss of 0 is nothing to compare with
+        return None  # a usual loss of 0 is nothing to compare with
     return base, peak
 
 
-def _explosion_at_once(seen: Sequence[Step]) -> tuple[Step, Step] | None:
-    """The first step and the largest later loss, if the loss exploded in a few steps and stays."""
-    first, later = seen[0], seen[min(_SOON, len(seen) // 2) :]
-    least = max(_EXPLODED * _size(first), LEAST_EXPLODED)
-    if first in later or not all(_size(step) > least for step in later):
+def _explosion_at_once(evidence: Evidence) -> tuple[Step, Step] | None:
+    """The first step and the largest later loss, if the loss exploded in a few steps and stays.
+
+    In these, the large loss of a bad step is rather that of a too large step than of a bad batch.
+    """
+    seen = [step for step in evidence.past if not step.skipped and _is_finite(step.loss)]
+    bad = evidence.bad_step
+    if bad is not None and bad.step <= _SOON and _is_finite(bad.loss):
+        seen.append(Step(bad.step, 1.0, skipped=False, loss=bad.loss))
+    later = seen[min(_SOON, len(seen) // 2) :]
+    if len(seen) < 2:
         return None
-    return first, max(later, key=_size)
+    least = max(_EXPLODED * _size(seen[0]), _LEAST_EXPLODED)
+    peak = max(later, key=_size)
+    return (seen[0], peak) if min(map(_size, later)) > least else None
 
 
 def _is_finite(loss: float | None) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -153,13 +152,15 @@ class LoopObserver(EagerObserver):
 
     def _report(self, iteration: Iteration, failure: Failure) -> None:
         """Write a bad step, before its iteration ends and the next forward pass begins."""
-        found = failure.nonfinite
+        found, located = failure.nonfinite, failure.located
         listed, more = found[:MOST_NONFINITE], len(found[MOST_NONFINITE:])
-        line = BadStep(iteration.number, failure.loss, listed, more, failure.located)
-        parameter = None if failure.located is None else failure.located.bad_parameter
-        is_from_start = parameter is not None and self.parameters.was_bad(parameter)
-        lost_eps = self.parameters.lost_eps()
-        self.log.add_bad(replace(line, is_from_start=is_from_start, lost_eps=lost_eps))
+        parameter = None if located is None else located.bad_parameter
+        line = BadStep(
+            *(iteration.number, failure.loss, listed, more, located),
+            is_from_start=parameter is not None and self.parameters.was_bad(parameter),
+            lost_eps=self.parameters.lost_eps(),
+        )
+        self.log.add_bad(line)
 
     def _end(self) -> None:
         iteration = self._iterations.latest

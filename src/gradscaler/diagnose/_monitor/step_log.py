@@ -282,7 +282,8 @@ class StepLog:
         step, known = self.counts.step, self.counts.evidence.watched
         if self._watched == step:
             return
-        if self._has_made or (located and known is not None and located.is_at(known)):
+        is_known = located is not None and known is not None and located.is_at(known)
+        if is_known or self._has_made:
             located = None
         line = Watched(step, located, {} if dtypes == self._dtypes else dict(dtypes))
         if located is not None:
