@@ -69,7 +69,7 @@ def test_what_it_makes_trains_as_torch_s_does_and_reports_its_steps():
 def test_the_old_classes_make_ours_and_take_the_scale_first(device, monkeypatch):
     monkeypatch.setattr(scaler, "_cuda_may_be_available", lambda: True)
     old = DEPRECATED[device]
-    with install():
+    with install(), pytest.warns(FutureWarning, match=f"{device}.amp.GradScaler.*deprecated"):
         made = old(1024.0)
     assert isinstance(made, GradScaler)
     assert isinstance(made, old)
@@ -77,6 +77,19 @@ def test_the_old_classes_make_ours_and_take_the_scale_first(device, monkeypatch)
     assert made.get_scale() == 1024.0
     assert train(made)[-1] == (-2.0, 512.0)
     assert pickle.loads(pickle.dumps(made)).get_scale() == 512.0
+
+
+@pytest.mark.parametrize("old", DEPRECATED.values(), ids=DEPRECATED)
+def test_the_old_classes_warn_as_torch_s_do(old):
+    def warning_of_one():
+        with pytest.warns(FutureWarning) as caught:
+            old(enabled=False)
+        (one,) = caught
+        return str(one.message), one.category, one.filename, one.lineno
+
+    theirs = warning_of_one()
+    with install():
+        assert warning_of_one() == theirs
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")

@@ -42,19 +42,24 @@ class StepWatch:
 
     def close(self) -> None:
         """Watch no more, as the run has ended, maybe in the step to watch or before it."""
-        nothing = "the run ended in it, and no operation had made an Inf or NaN"
-        self._stop(str(self._search.latest or nothing))
+        latest = self._search.latest
+        self._stop(str(latest or "the run ended in it, and no operation had made an Inf or NaN"))
+        steps = self._monitor.history[-1].step if self._monitor.history else 0
         if self._step:
-            say(f"the run ended before step {self._step:,}, so it was not watched.")
+            say(f"the run ended after step {steps:,}, so step {self._step:,} was not watched.")
         while self._handles:
             self._handles.pop().remove()
 
-    def _stop(self, otherwise: str = "no operation made an Inf or NaN") -> None:
+    def _stop(self, otherwise: str | None = None) -> None:
         """Stop watching, and say what was seen."""
         if self._is_on:
             self._is_on, self._step = False, 0
             self._search.stop()
-            located = self._search.located
+            located, latest = self._search.located, self._search.latest
+            if otherwise is None:
+                otherwise = "no operation made an Inf or NaN"
+                if latest is not None:  # such as the -Inf of a mask
+                    otherwise = f"no Inf or NaN reached a gradient; the latest: {latest}"
             say(f"step watched: {located or otherwise}")
             if located is not None:
                 self._monitor.note_located(located)

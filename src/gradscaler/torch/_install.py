@@ -12,6 +12,7 @@ it out.
 from __future__ import annotations
 
 import copyreg
+import warnings
 from contextlib import AbstractContextManager, ExitStack
 from functools import cache, partial, wraps
 from importlib import import_module
@@ -38,6 +39,7 @@ class _CudaGradScaler(GradScaler, _TORCH_CUDA):  # type: ignore[misc]
     """The class of objects that ``torch.cuda.amp.GradScaler(...)`` returns: a subclass of it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _warn_as(_TORCH_CUDA)
         super().__init__("cuda", *args, **kwargs)
 
 
@@ -45,7 +47,14 @@ class _CpuGradScaler(GradScaler, _TORCH_CPU):  # type: ignore[misc]
     """The class of objects that ``torch.cpu.amp.GradScaler(...)`` returns: a subclass of it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _warn_as(_TORCH_CPU)
         super().__init__("cpu", *args, **kwargs)
+
+
+def _warn_as(deprecated: Any) -> None:
+    """Give the warning of a deprecated constructor, at the line that calls ours."""
+    if message := getattr(deprecated.__init__, "__deprecated__", None):
+        warnings.warn(message, FutureWarning, stacklevel=3)
 
 
 class _Replacement:

@@ -279,11 +279,11 @@ def test_a_rank_with_finite_gradients_blames_another_unless_it_has_evidence(kind
             Evidence(1000, 3, **ALONG),
             "while this one's were finite. No gradients were read; skips and losses show nothing",
         ),
-        ("elsewhere", Evidence(80, 40, **ALONG), "give each rank's monitor a file of its own"),
+        ("elsewhere", Evidence(80, 40, **ALONG), "explain the files of all ranks together"),
         (
             "elsewhere",
             Evidence(1000, 3, scale=0.5, **ALONG),
-            "give each rank's monitor a file of its own",
+            "explain the files of all ranks together",
         ),
     ],
 )

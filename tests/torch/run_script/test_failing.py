@@ -123,7 +123,8 @@ def test_a_script_that_ends_at_another_nan_is_told_how_to_find_the_operation(end
 
 
 def test_a_step_that_the_run_does_not_reach_is_said_to_be_unwatched(ended):
-    assert "the run ended before step 31, so it was not watched" in words(ended["looks later"].said)
+    said = words(ended["looks later"].said)
+    assert "the run ended after step 29, so step 31 was not watched" in said
 
 
 FORKS = """
@@ -223,3 +224,29 @@ def test_what_a_watched_step_shows_is_what_the_verdict_says(tmp_path, text, make
     assert maker in watched.partition("gradscaler: ")[0]
     assert maker in verdict
     assert "--watch" not in verdict
+
+
+LEFT_OUT = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for batch in range(9):
+    loss = model(torch.randn(8, 4)).square().mean()
+    count = torch.tensor(0.0 if batch == 6 else 8.0)
+    loss = loss * count / count
+    if not loss.isfinite():
+        continue
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_watched_step_names_a_nan_that_the_script_leaves_out(tmp_path):
+    (tmp_path / "script.py").write_text(LEFT_OUT)
+    line = [sys.executable, "-m", "gradscaler", "run", "--watch", "7", "script.py"]
+    done = subprocess.run(line, check=True, text=True, capture_output=True, cwd=tmp_path)
+    said = words(done.stderr)
+    assert "step watched: no Inf or NaN reached a gradient; the latest: forward of" in said
+    assert "div at script.py:9" in said.partition("gradscaler: after")[0]

@@ -20,8 +20,8 @@ from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.located import Located
 
 EXPLAIN_ALL = (
-    'To see which, give each rank\'s monitor a file of its own (path="run.{rank}.jsonl"), and '
-    "explain all of them together."
+    "To see which, explain the files of all ranks together: gradscaler run writes one of each, and "
+    'so do monitors with path="run.{rank}.jsonl".'
 )
 _STATISTICS = "running_mean", "running_var"  # buffers that forward passes write
 _KEPT = "kept from step to step (averaged weights, statistics, a queue)"
