@@ -171,7 +171,10 @@ measures one.
 """
 
 WEIGHTS_PAGE = HERE.parent / "docs" / "weights.md"
-WEIGHTS_HEADING = "Weights, optimizer", "Time of a step", "Bytes per weight", "At the highest point"
+WEIGHTS_HEADING = (
+    *("Weights, optimizer", "Time of a step", "On another machine"),
+    *("Bytes per weight", "At the highest point"),
+)
 
 Results = dict[str, tuple[dict[str, Any], list[paired.Comparison]]]
 
@@ -418,11 +421,15 @@ def framework_page(results: Results, framework: str) -> str:
 
 def weights_table() -> str:
     """The table on docs/weights.md: time and memory of each way to keep weights."""
-    measured = json.loads((HERE / "results" / "torch_weights.json").read_text())
-    ratios = {each["workload"]: f"{each['ratio']:.2f}" for each in measured["results"]}
+    folders = HERE / "results", HERE / "results" / "other"
+    machines = [json.loads((each / "torch_weights.json").read_text()) for each in folders]
+    ratios = [
+        {each["workload"]: f"{each['ratio']:.2f}" for each in machine["results"]}
+        for machine in machines
+    ]
     rows = [
-        (way, ratios.get(way, "1"), *map(str, bytes_per_weight))
-        for way, bytes_per_weight in measured["bytes"].items()
+        (way, *(each.get(way, "1") for each in ratios), *map(str, bytes_per_weight))
+        for way, bytes_per_weight in machines[0]["bytes"].items()
     ]
     return paired.aligned([WEIGHTS_HEADING, *rows])
 
