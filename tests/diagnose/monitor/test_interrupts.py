@@ -216,6 +216,13 @@ def run_of(case, path, disturbance):
     return CallsAgain(path, stuck_after=3, **options).run(flags, at, disturbance)
 
 
+@pytest.fixture(scope="module")
+def reached(tmp_path_factory):
+    """The places that each case reaches, in order."""
+    path = tmp_path_factory.mktemp("reached") / "run.jsonl"
+    return {each: seen_in(partial(run_of, each, path)) for each in CASES}
+
+
 def own_places(case, reached):
     """The places that a case tries: of the cases that reach a place, two try it.
 
@@ -233,10 +240,9 @@ def own_places(case, reached):
 
 @pytest.mark.filterwarnings("ignore:.*unclosed file")  # it was opened, but never used
 @pytest.mark.parametrize("case", CASES)
-def test_an_interrupt_loses_the_sample_of_its_step_at_most(case, path):
+def test_an_interrupt_loses_the_sample_of_its_step_at_most(case, path, reached):
     run, at = partial(run_of, case, path), CASES[case][-1]
     expected = known(run(nullcontext()), at)
-    reached = {each: seen_in(partial(run_of, each, path)) for each in CASES}
     tried = moments(reached[case], own_places(case, reached))
     assert len(tried) > 20
     for moment in tried:

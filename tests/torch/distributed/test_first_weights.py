@@ -33,7 +33,7 @@ def replicated(model, **options):
     return DistributedDataParallel(model, find_unused_parameters=True, **options)
 
 
-def train(ddp, optimizer, dtype=torch.float16, steps=10, overflows=()):
+def train(ddp, optimizer, dtype=torch.float16, steps=4, overflows=()):
     scaler = GradScaler(init_scale=64.0)
     for step in range(steps):
         optimizer.zero_grad()

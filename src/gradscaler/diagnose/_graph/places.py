@@ -9,6 +9,7 @@ from functools import reduce
 from itertools import takewhile
 from types import FrameType
 from typing import Any
+from weakref import WeakValueDictionary
 
 from gradscaler.diagnose._gradients.arrays import local
 from gradscaler.diagnose._gradients.reading import Tensor, largest_finite, memory_of, rows_of
@@ -26,6 +27,9 @@ from gradscaler.diagnose._graph.site import Site, located_at
 from gradscaler.diagnose._record.located import Located
 
 Module = Any
+
+# Parameters of no module, by their ids: to look through all that is in memory takes long.
+_ownerless: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 class Places:
@@ -151,11 +155,12 @@ def _owner_elsewhere(tensor: Tensor) -> tuple[Site, str] | None:
     """The outermost module of another model that owns a parameter, and its name there."""
     import torch
 
-    if not isinstance(tensor, torch.nn.Parameter):
+    if not isinstance(tensor, torch.nn.Parameter) or id(tensor) in _ownerless:
         return None
     every = _in_memory(torch.nn.Module)
     found = [(each, n) for each in every for n, p in each.named_parameters() if p is tensor]
     if not found:
+        _ownerless[id(tensor)] = tensor
         return None
     owner, name = max(found, key=lambda each: len(each[1]))
     return Site(type=type(owner).__name__), name
@@ -165,12 +170,12 @@ def _outermost(frames: Sequence[Frame]) -> str:
     """The class of the outermost module with tensors that was running; empty if none was."""
     import torch
 
-    kinds: list[type] = list(_below(torch.nn.Module))
-    for frame in reversed(frames):
-        if frame.function == "forward":
-            for kind in kinds:
-                if _has_line(kind, frame) and any(map(_has_tensors, _in_memory(kind))):
-                    return kind.__name__
+    passes = [frame for frame in reversed(frames) if frame.function == "forward"]
+    kinds: list[type] = list(_below(torch.nn.Module)) if passes else []
+    for frame in passes:
+        for kind in kinds:
+            if _has_line(kind, frame) and any(map(_has_tensors, _in_memory(kind))):
+                return kind.__name__
     return ""
 
 

@@ -56,7 +56,7 @@ class GraphWatch:
         self._budget = Budget(_CREDIT)
         self._step = 0
         self._traces_left = 0  # steps to trace after a failure in a node that no trace has
-        self._has_failed = self._is_known = self._is_told = self._is_traced = False
+        self._has_failed = self._has_read = self._is_told = self._is_traced = False
         self._is_over = False  # whether the present step has ended
         self._hides_lines = False  # whether the latest failure was in an operation that hides them
         self.located: Located | None = None
@@ -84,7 +84,8 @@ class GraphWatch:
                 self._lines.stop()
             if self._is_bad(loss):
                 if self.located is None and not self._is_told:
-                    self._spend(self._read, loss, is_due=not self._is_known)
+                    is_due, self._has_read = not self._has_read, True
+                    self._spend(self._read, loss, is_due)
             elif self.gradients.is_on:
                 self._spend(self.gradients.watch, loss)
 
@@ -190,7 +191,6 @@ class GraphWatch:
         found = self.located or self.gradients.located
         self._hides_lines = found is not None and (found.operation or "").startswith(OPAQUE)
         self._has_failed |= has_failed or is_hopeless
-        self._is_known |= is_exact(found)  # from here on, reading a graph needs time
         self._is_told = has_failed and (self._is_told or is_exact(found))  # in this streak
         self.ungraphed.step_ended(step, self.located)
         self._input = found if found is not None and found.kind == "input" else None
