@@ -299,11 +299,11 @@ TESTS = [*(f"test-{framework}" for framework in ENVIRONMENT_OF), "lint"]  # the 
 
 
 def side_by_side(session: nox.Session, *names: str) -> None:
-    """Run sessions three at a time: some fill the cores where others install or check types.
+    """Run sessions two at a time: one fills the cores where the other installs or checks types.
 
     The output of each comes as a whole, at its end. If one fails, the others run, and this fails.
     """
-    options = ["--jobs=3", "--keep-going", "--output-sync=target", "--no-print-directory"]
+    options = ["--jobs=2", "--keep-going", "--output-sync=target", "--no-print-directory"]
     session.run("make", *options, *names, external=True)
 
 
