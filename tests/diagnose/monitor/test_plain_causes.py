@@ -132,3 +132,35 @@ def test_a_step_that_is_too_large_and_turns_all_units_off_is_a_divergence():
     assert "exactly 0" in first.cause
     assert first.action.startswith("Lower the learning rate")
     assert "dead" not in {each.kind for each in others}
+
+
+# Operations of numbers from 0 to 1 that have no slope at 0.
+NO_SLOPE = {
+    "hypot": (lambda z: torch.hypot(z, z), "under the root"),
+    "lgamma": (lambda z: torch.lgamma(z).clamp(max=5.0), "a concentration"),
+    "logit": (lambda z: torch.logit(z).clamp(min=-5.0), "eps=1e-6"),
+    "xlogy": (lambda z: torch.special.xlogy(z + 1, z).clamp(min=-5.0), "input of the logarithm"),
+    "special_entr": (torch.special.entr, "input of the logarithm"),
+    "linalg_slogdet": (
+        lambda z: torch.linalg.slogdet(torch.diag_embed(z[:, :2]))[1].clamp(min=-5.0),
+        "matrix is singular",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_SLOPE)
+def test_an_operation_without_a_slope_is_named_in_the_step_that_fails(name):
+    operation, action = NO_SLOPE[name]
+    model, told = nn.Linear(4, 4), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Monitor(model=model, tell=told.append):
+        for step in range(1, 11):
+            optimizer.zero_grad()
+            share = model(torch.randn(8, 4)).sigmoid() * (step < 10)
+            operation(share).mean().backward()
+            optimizer.step()
+    (found,) = told
+    assert (found.kind, found.steps[0]) == ("nan", 10)
+    assert f"by the gradient of {name} at " in found.cause
+    assert found.line is not None
+    assert action in found.action

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from statistics import fmean
 
 from gradscaler.diagnose._findings import calls, gradient_values, losses, optimizers, over_time
 from gradscaler.diagnose._findings.advice import seen_in
@@ -83,6 +84,9 @@ _BESIDE_BAD_STEPS: tuple[_Detector, ...] = (
 )
 
 _ROSE = 2.0  # times the first loss; a batch's own loss often is a little larger
+_FELL = 0.05  # of the first loss, at least
+_LATEST = 20  # steps, whose mean loss has fallen
+_LONG = 100  # steps, in which a loss falls
 _SHORT = 50  # steps; the last one that a monitor samples early
 
 
@@ -201,6 +205,21 @@ def _whether_it_learns(evidence: Evidence) -> str:
     if first is None or latest is None:
         return "Nothing needs fixing."
     went = f"the loss went from {first:g} to {latest:g}"
-    if latest <= _ROSE * abs(first):
+    judged = f"Nothing else was judged: {went}"
+    if latest > _ROSE * abs(first):
+        return f"{judged}. If it should have fallen, lower the learning rate."
+    if evidence.steps < _LONG or _mean_of_latest(evidence) < first - _FELL * abs(first):
         return f"Nothing needs fixing: {went}."
-    return f"Nothing else was judged: {went}. If it should have fallen, lower the learning rate."
+    rates = dict.fromkeys(
+        f"{rate:g}" for _, rate in evidence.rates[:: len(evidence.rates) - 1 or 1]
+    )
+    rate = f", at a learning rate of {' to '.join(rates)}" if rates else ""
+    return (
+        f"{judged}{rate}. If it should have fallen, look at the learning rate, clipping, inputs "
+        "and targets, and for two softmax or sigmoid in a row."
+    )
+
+
+def _mean_of_latest(evidence: Evidence) -> float:
+    """The mean of the latest losses, as one batch's own says little."""
+    return fmean(each.loss for each in evidence.past[-_LATEST:] if each.loss is not None)

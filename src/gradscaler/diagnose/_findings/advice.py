@@ -128,10 +128,15 @@ _POWER_SLOPE = "clamp the base: a power below 1 is too steep at 0"
 _ANGLE_SLOPE = "clamp its input to within -0.999 and 0.999, as its slope at 1 is Inf"
 _BACKWARD = {
     **_HIDDEN,
-    "sqrt norm linalg_vector_norm cdist": _SLOPE,
+    "sqrt norm linalg_vector_norm cdist hypot": _SLOPE,
     "rsqrt": _RSQRT,
     "div": _DIVISION,
-    "log": _LOG_SLOPE,
+    "log xlogy special_entr": _LOG_SLOPE,
+    "logit": "clamp its input to within 1e-6 and 1 - 1e-6 (eps=1e-6), as its slope is Inf at 0 and "
+    "1",
+    "lgamma digamma polygamma": "clamp its input (a concentration) to more than 0, where its slope "
+    "is Inf",
+    "logdet slogdet linalg_slogdet": "its matrix is singular: add a small multiple of the identity",
     "pow": _POWER_SLOPE,
     "acos asin": _ANGLE_SLOPE,
     "exp": _EXP_IN_FLOAT32,

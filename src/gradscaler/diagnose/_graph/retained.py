@@ -12,15 +12,12 @@ from gradscaler.diagnose._gradients.reading import Tensor, count_nonfinite, read
 from gradscaler.diagnose._graph.call_site import Node, differentiated
 from gradscaler.diagnose._graph.nodes import kept
 from gradscaler.diagnose._graph.reader import GraphReader
-from gradscaler.diagnose._graph.slopes import is_at_pole, part_of
+from gradscaler.diagnose._graph.slopes import STEEP, is_at_pole, part_of
 from gradscaler.diagnose._record.located import Located
 
 # Operations whose gradient can be Inf or NaN though the loss is finite: their slope is Inf at some
 # number, or they make an Inf or NaN that the loss leaves out, as an exponential before a clamp.
-_HELD = re.compile(
-    r"sqrt|rsqrt|pow|prod|log|div|exp|softmax|acos|asin|atanh|erfinv|acosh|std|var|cdist"
-    r"|(linalg_vector_|linalg_matrix_|weight_)?norm$|reciprocal|scaled_dot_product|attention"
-)
+_HELD = re.compile(f"{STEEP}|rsqrt|log|exp|softmax|reciprocal|scaled_dot_product|attention")
 
 
 class RetainedGraph:

@@ -12,13 +12,18 @@ from gradscaler.diagnose._graph.nodes import has_packed, is_custom, is_leaf, kep
 
 # Where the slope of an operation is Inf or NaN, in the numbers that its node keeps by these names.
 _POLES: dict[str, tuple[str, tuple[float, ...]]] = {
-    r"sqrt|\w*norm$|cdist|std|var": ("result", (0.0,)),
-    r"pow|prod|log(2|10)?$": ("self", (0.0,)),
-    r"div": ("other", (0.0,)),
+    r"sqrt|(linalg_vector_|linalg_matrix_|weight_)?norm$|cdist|hypot|std|var": ("result", (0.0,)),
+    r"pow|prod|log(2|10)?$|special_entr|lgamma|digamma|polygamma": ("self", (0.0,)),
+    r"div|xlogy": ("other", (0.0,)),
     r"log1p": ("self", (-1.0,)),
+    r"logit$": ("self", (0.0, 1.0)),
+    r"linalg_slogdet": ("sign", (0.0,)),
     r"acos|asin|atanh|erfinv|acosh": ("self", (-1.0, 1.0)),
 }
 _NO_SLOPE = re.compile("svd|eig|(^|_)qr")  # where singular values or eigenvalues are equal
+
+STEEP = "|".join(_POLES)
+"""A pattern of the operations whose slope is Inf or NaN at some numbers that their node keeps."""
 
 
 def part_of(nodes: Sequence[Node], bad: Collection[int], good: Collection[int]) -> list[Node]:

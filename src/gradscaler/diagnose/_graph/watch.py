@@ -32,7 +32,8 @@ class GraphWatch:
     """Reads the graph of each loss that is not finite, before its backward pass frees it.
 
     Nothing runs again, and no module is hooked. Lines come from the tracebacks of the first
-    forward pass, and of up to 20 more after a failure in a node that the first lacks. On a device,
+    forward pass, and of up to 20 more after a failure in a node that the first lacks, or after the
+    first step of an optimizer whose loss it lacks. On a device,
     losses are not read before :meth:`step_ended` has seen a failure.
 
     After a step whose loss was finite and whose gradients were not, a :class:`GradientWatch` looks
@@ -58,6 +59,8 @@ class GraphWatch:
         self._traces_left = 0  # steps to trace after a failure in a node that no trace has
         self._has_failed = self._has_read = self._is_told = self._is_traced = False
         self._is_over = False  # whether the present step has ended
+        self._was_on = False  # whether tracebacks were kept until the latest step ended
+        self._has_lines = False  # whether they are kept of the latest loss
         self._hides_lines = False  # whether the latest failure was in an operation that hides them
         self.located: Located | None = None
         self._input: Located | None = None  # located in the step before
@@ -80,7 +83,10 @@ class GraphWatch:
             self._is_over, self.located = False, None
             self.gradients.begin()
         with suppress(Exception):
-            if self._lines.is_on and not self._lines.note(in_order(loss)) and not self._traces_left:
+            self._has_lines = self._lines.is_on or self._was_on  # a forward pass came before it
+            self._was_on = False
+            is_new = self._has_lines and self._lines.note(in_order(loss))
+            if not is_new and not self._traces_left:
                 self._lines.stop()
             if self._is_bad(loss):
                 if self.located is None and not self._is_told:
@@ -88,6 +94,11 @@ class GraphWatch:
                     self._spend(self._read, loss, is_due)
             elif self.gradients.is_on:
                 self._spend(self.gradients.watch, loss)
+
+    def note_new_optimizer(self) -> None:
+        """Keep tracebacks in the next steps if an optimizer that is new has a loss of its own."""
+        if not self._has_lines:
+            self._traces_left = _MOST_TRACED
 
     def retain(self, loss: Tensor) -> None:
         """Hold what the graph of a finite loss keeps until :meth:`of_backward`, if time is left."""
@@ -200,6 +211,7 @@ class GraphWatch:
 
     def _trace(self, found: Located | None) -> None:
         """Keep tracebacks in the next steps too if what was found has no line."""
+        self._was_on = self._lines.is_on
         self._lines.stop()
         if self._traces_left:
             self._traces_left *= found is None or found.line is None

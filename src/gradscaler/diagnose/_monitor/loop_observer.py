@@ -114,8 +114,12 @@ class LoopObserver(EagerObserver):
         """Check the gradients if no backward pass was seen to make them."""
         is_new = self._has_new(optimizer)
         super().stepping(optimizer, None)
+        iteration = self._iterations.latest
         if is_new or not self._is_checked:
-            self._check(self._iterations.latest)
+            self._check(iteration)
+        if iteration.measured and not self.scaler.total_norm(optimizer):
+            iteration.measured.pop(id(optimizer), None)  # they were zeroed after the backward pass
+            self._measure(optimizer)
 
     def _has_new(self, optimizer: object) -> bool:
         """Whether an optimizer that was not seen before holds what is not the model's."""

@@ -139,6 +139,8 @@ class EagerObserver(StepSource):
         if id(optimizer) not in iteration.begun:
             if self._graphs is not None:
                 self._graphs.ungraphed.end_passes()
+                if id(optimizer) not in self._held.names:
+                    self._graphs.note_new_optimizer()
             self._see_before_step(iteration, optimizer)
             iteration.begun.add(id(optimizer))
         if iteration.is_sampled:

@@ -1,0 +1,68 @@
+"""Loops without a scaler whose optimizers take turns, or whose steps do nothing."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from gradscaler.diagnose import Monitor
+from tests.support.marked_lines import lines_marked_in
+
+pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
+line_with = lines_marked_in(__file__)
+
+
+@pytest.mark.parametrize("turns", [1, 5])
+def test_a_loss_of_an_optimizer_that_steps_later_has_its_lines(turns):
+    critic, maker, told = nn.Linear(4, 1), nn.Linear(2, 4), []
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in (critic, maker)]
+    with Monitor(model={"critic": critic, "maker": maker}, tell=told.append):
+        for step in range(1, 41):
+            made = maker(torch.randn(8, 2))
+            optimizers[0].zero_grad()
+            critic(made.detach()).square().mean().backward()
+            optimizers[0].step()
+            if step % turns == 0:
+                optimizers[1].zero_grad()
+                share = critic(made).sigmoid() * (step < 40)
+                loss = -share.log().mean()  # the maker
+                loss.backward()
+                optimizers[1].step()
+    assert f"by log at {line_with('the maker')}, from finite inputs" in told[0].cause
+
+
+def test_gradients_that_are_zeroed_before_the_step_are_told():
+    model, told = nn.Linear(4, 4), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model=model, tell=told.append):
+        for _ in range(20):
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.zero_grad(set_to_none=False)
+            optimizer.step()
+    assert "All gradients are exactly 0" in told[0].cause
+    assert "zero_grad() between backward() and step()" in told[0].action
+
+
+@pytest.mark.parametrize(
+    ("rate", "factor", "said"),
+    [
+        (0.1, 1.0, "Nothing needs fixing: the loss went from "),
+        (1e-9, 1.0, ", at a learning rate of 1e-09. If it should have fallen, look at the "),
+        (0.001, 0.5, ", at a learning rate of 0.0005 to "),
+    ],
+)
+def test_a_verdict_does_not_praise_a_loss_that_stands_still(rate, factor, said):
+    model, inputs = nn.Linear(4, 4), torch.randn(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, factor)
+    with Monitor(model=model, tell=lambda _: None) as monitor:
+        for _ in range(120):
+            optimizer.zero_grad()
+            mse_loss(model(inputs), inputs).backward()
+            optimizer.step()
+            schedule.step()
+    assert monitor.verdict.kind == "normal"
+    assert said in monitor.verdict.text
