@@ -166,6 +166,7 @@ def in_loss(operation, num_inf=3, largest=6e4, dtype="float16", size=64):
         (in_loss("copy", largest=0.0), "the code writes Inf or NaN there"),
         (in_loss("copy", largest=7e4), "becomes Inf when it is cast to float16"),
         (in_loss("batch_norm", num_inf=0, dtype="float32"), "a variance below 0"),
+        (in_loss("layer_norm", num_inf=0, dtype="float32"), "give it an eps, such as 1e-5"),
     ],
 )
 def test_advice_fits_the_operation_and_the_place(located, words):

@@ -117,7 +117,9 @@ _TOO_LARGE = (
     "its inputs come near the end of float32's range: lower the learning rate, warm it up, or clip "
     "gradients"
 )
-_OF_TOO_FEW = {  # if they make NaN but no Inf
+_OF_TOO_FEW = {  # if they make NaN but no Inf, of numbers whose squares are finite
+    "layer_norm group_norm instance_norm": "numbers that are all equal have a deviation "
+    "of 0: give it an eps, such as 1e-5",
     "mean cross_entropy nll_loss": "the mean of no elements is 0 / 0 (an empty mask, all labels "
     "ignored): leave such batches out, or divide their sum by at least 1",
     "std var": "the deviation of one element is 0 / 0: set correction=0, or take more elements",
@@ -187,6 +189,7 @@ def of_operation(located: Located) -> str | None:
         return None
     operation, has_inf = located.operation.strip("_"), located.num_inf > 0
     is_power, is_wide = operation in _POWERS, located.dtype in _WIDE
+    is_small = not has_inf and not located.largest_input > 1e18
     cases = {
         _POWER_OF_NEGATIVE: is_power and not has_inf,
         _POWER_OF_0: is_power and located.largest_input <= 1,
@@ -201,7 +204,7 @@ def of_operation(located: Located) -> str | None:
         _ALL_MASKED: operation in ("cross_entropy", "nll_loss")
         and located.size > 1
         and not has_inf,
-        **{text: operation in few.split() and not has_inf for few, text in _OF_TOO_FEW.items()},
+        **{text: operation in few.split() and is_small for few, text in _OF_TOO_FEW.items()},
     }
     special = next((advice for advice, holds in cases.items() if holds), None)
     table = {**_FORWARD, **_by_result(located)}
