@@ -23,6 +23,7 @@ from gradscaler.diagnose._graph.ungraphed_watch import UngraphedWatch
 from gradscaler.diagnose._record.located import OPAQUE, Located, is_exact
 
 _MOST_TRACED = 20  # steps: a branch that is taken now and then may need as many
+_MOST_NEW = 3  # optimizers to trace for: a script may make one for each batch
 _LITTLE, _LITTLE_CREDIT = 0.02, 0.2  # a share of the time and seconds, before any failure
 _AFTER_NAN = 50  # steps: a failure in 2 % of them comes again, and growth makes NaN more rarely
 _CREDIT = 1.0  # seconds: too few to be missed in a training that fails
@@ -61,6 +62,7 @@ class GraphWatch:
         self._is_over = False  # whether the present step has ended
         self._was_on = False  # whether tracebacks were kept until the latest step ended
         self._has_lines = False  # whether they are kept of the latest loss
+        self._new_left = _MOST_NEW
         self._hides_lines = False  # whether the latest failure was in an operation that hides them
         self.located: Located | None = None
         self._input: Located | None = None  # located in the step before
@@ -97,7 +99,8 @@ class GraphWatch:
 
     def note_new_optimizer(self) -> None:
         """Keep tracebacks in the next steps if an optimizer that is new has a loss of its own."""
-        if not self._has_lines:
+        if not self._has_lines and self._new_left:
+            self._new_left -= 1
             self._traces_left = _MOST_TRACED
 
     def retain(self, loss: Tensor) -> None:
