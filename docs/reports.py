@@ -107,6 +107,7 @@ def _train(folder: str) -> None:
         os.chdir(folder)
         with (
             Path("stderr").open("w") as sys.stderr,
+            mock.patch("gradscaler._run_script.voice._STDERR", sys.stderr),
             # So that a slow machine does not leave out what takes time.
             mock.patch(
                 "gradscaler.diagnose._graph.budget.clock", return_value=0.0

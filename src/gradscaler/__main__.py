@@ -307,10 +307,12 @@ def _content_of(sources: Sequence[Path]) -> Content:
     log = _logs.read_log(sources[0])
     if log is not None:
         return _logs.content_of_log(log)
+    if sources[0].read_bytes()[:1] != b"{":
+        raise ValueError(f"{sources[0]}: {_logs.NOT_UNDERSTOOD}")
     try:
         return content_of(read_run(*sources))
     except ValueError as error:
-        raise ValueError(f"{error}; {_logs.NOT_UNDERSTOOD}") from None
+        raise ValueError(f"{error}; and {_logs.NOT_UNDERSTOOD}") from None
 
 
 def _compare(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:

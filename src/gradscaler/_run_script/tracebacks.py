@@ -14,7 +14,8 @@ _OWN = str(Path(__file__).parents[1])
 def show_from(code: CodeType | None) -> None:
     """Let the hook for an uncaught exception see the frames from a program's first on.
 
-    Frames of gradscaler below it stay only if gradscaler itself raised the error.
+    Frames of gradscaler below it stay only if gradscaler itself raised the error, and not a warning
+    that the user's call gives without it, too.
     """
     shown = sys.excepthook
 
@@ -24,20 +25,21 @@ def show_from(code: CodeType | None) -> None:
         error.__traceback__ = trace
         each: BaseException | None = error
         while each is not None:
-            each.__traceback__ = _without_own(each.__traceback__)
+            each.__traceback__ = _without_own(each.__traceback__, isinstance(each, Warning))
             each = each.__cause__ or each.__context__
         shown(kind, error, error.__traceback__)
 
     sys.excepthook = show
 
 
-def _without_own(trace: TracebackType | None) -> TracebackType | None:
+def _without_own(trace: TracebackType | None, is_warning: bool) -> TracebackType | None:
     entries = []
     while trace is not None:
         entries.append(trace)
         trace = trace.tb_next
     users = [each for each in entries if not _is_own(each)]
-    kept = entries if entries and _is_own(entries[-1]) else users
+    is_ours = bool(entries) and _is_own(entries[-1]) and not is_warning
+    kept = entries if is_ours else users
     for before, after in pairwise([*kept, None]):
         if before is not None:
             before.tb_next = after

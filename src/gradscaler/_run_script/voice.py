@@ -17,9 +17,12 @@ _PARAGRAPH = textwrap.TextWrapper(
 )
 
 _NO_STEP = (
-    "no optimizer of this process took a step after a backward pass, so there is no verdict. "
-    "Processes that a script starts itself are not watched: start the script by torchrun."
+    "no optimizer of this process took a step after a call of backward(), so there is no verdict. "
+    "Not seen are weights that the script updates by hand, gradients of torch.autograd.grad, and "
+    "processes that it starts itself: start those by torchrun."
 )
+
+_STDERR = sys.stderr  # at the start; a script may replace it, and what it then holds is its own
 
 
 def say(text: str, *lines: str) -> None:
@@ -30,9 +33,10 @@ def say(text: str, *lines: str) -> None:
     rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
     wrapped = _PARAGRAPH.fill(f"gradscaler{rank}: {text}")
     with suppress(OSError, ValueError, AttributeError):
-        if "tqdm" in sys.modules and sys.stderr.isatty():
-            print(file=sys.stderr)  # below its bar
-        print(wrapped, *lines, sep="\n  ", file=sys.stderr, flush=True)
+        if "tqdm" in sys.modules and _STDERR.isatty():
+            _STDERR.write("\n")  # below its bar
+        _STDERR.write("\n  ".join([wrapped, *lines]) + "\n")
+        _STDERR.flush()
 
 
 def say_no_step(options: argparse.Namespace) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from gradscaler.errors import levels_to_caller
 from gradscaler.torch.scaler import GradScaler
 
 
@@ -54,7 +55,7 @@ class _CpuGradScaler(GradScaler, _TORCH_CPU):  # type: ignore[misc]
 def _warn_as(deprecated: Any) -> None:
     """Give the warning of a deprecated constructor, at the line that calls ours."""
     if message := getattr(deprecated.__init__, "__deprecated__", None):
-        warnings.warn(message, FutureWarning, stacklevel=3)
+        warnings.warn(message, FutureWarning, stacklevel=levels_to_caller())
 
 
 class _Replacement:

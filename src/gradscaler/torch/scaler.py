@@ -19,6 +19,7 @@ from gradscaler._on_torch.processes import Overflow, TorchProcesses, check_group
 from gradscaler._torch_like.gradients import TorchLikeGradients
 from gradscaler._torch_like.operations import parameters_of
 from gradscaler._torch_like.scaler import TorchLikeScaler
+from gradscaler.errors import levels_to_caller
 from gradscaler.policies import Policy
 
 
@@ -130,7 +131,7 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
             warnings.warn(  # it begins like torch's warning, because users filter by that
                 "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling. "
                 "Leave out device to scale losses wherever they are.",
-                stacklevel=2,
+                stacklevel=levels_to_caller(),
             )
             enabled = False
         check_group("group", group)

@@ -198,7 +198,7 @@ def test_a_loss_that_rises_before_it_is_nan_diverges(judged, tool):
 @pytest.mark.parametrize("tool", ALL)
 def test_a_nan_that_no_skip_belongs_to_was_applied(judged, tool):
     verdict = judged(*trained(tool(), [*FALLING, NAN, NAN, NAN]))
-    assert verdict.kind == "silent"
+    assert verdict.kind == "loss"
     assert "line 13" in verdict.text
     assert "python -m gradscaler run, which names the operation" in verdict.text
     assert verdict.findings[0].is_certain
@@ -284,8 +284,8 @@ def test_the_summary_at_the_end_of_trainer_is_no_loss(judged):
     summary = (
         "{'train_runtime': 19.9, 'train_steps_per_second': 5.7, 'train_loss': 0.7, 'epoch': 4}"
     )
-    assert judged(*trained(Trainer(), [*FALLING, NAN, NAN]), summary).kind == "silent"
-    assert judged(*trained(Trainer(), [*FALLING, NAN, NAN]), f"9it/s]{summary}").kind == "silent"
+    assert judged(*trained(Trainer(), [*FALLING, NAN, NAN]), summary).kind == "loss"
+    assert judged(*trained(Trainer(), [*FALLING, NAN, NAN]), f"9it/s]{summary}").kind == "loss"
 
 
 def test_a_skip_that_only_lowers_deepspeeds_hysteresis_keeps_the_scale(tmp_path):
@@ -301,7 +301,7 @@ def test_a_skip_that_only_lowers_deepspeeds_hysteresis_keeps_the_scale(tmp_path)
 @pytest.mark.parametrize("norm", ["", ", 'grad_norm': 0.0", ", 'grad_norm': nan"])
 def test_a_loss_that_drops_to_zero_at_once_is_a_nan_that_trainer_hides(judged, norm):
     verdict = judged(*trained(Trainer(), FALLING), *[f"{{'loss': 0.0{norm}, 'epoch': 1.0}}"] * 3)
-    assert verdict.kind == "silent"
+    assert verdict.kind == "loss"
     assert "logging_nan_inf_filter" in verdict.text
 
 
@@ -315,7 +315,8 @@ def test_a_finite_loss_with_a_norm_of_nan_now_and_then_is_a_skip(judged):
 
 def test_the_losses_of_a_validation_are_not_those_of_the_training(judged):
     lines = [f"step {i}: val loss nan, loss 2.5" for i in range(20)]
-    assert judged(*lines).kind == "normal"
+    verdict = judged(*lines)
+    assert "an evaluation is NaN or Inf in line 1, and the training's losses are" in verdict.text
     valid = '| INFO | valid | epoch 1 | valid on "valid" subset | loss nan | num_updates 40'
     assert judged(*trained(Fairseq(), FALLING), *[valid] * 9).kind == "normal"
 
@@ -341,13 +342,18 @@ def test_a_skip_that_each_rank_prints_counts_once(judged, prefix):
 
 def test_colours_inside_a_value_do_not_hide_it(judged):
     lines = [f"\x1b[36mstep {i}\x1b[0m \x1b[1mloss\x1b[0m: \x1b[31mnan\x1b[0m" for i in range(9)]
-    assert judged(*trained(NanoGPT(), FALLING), *lines).kind == "silent"
+    assert judged(*trained(NanoGPT(), FALLING), *lines).kind == "loss"
+
+
+def test_a_printed_tensor_is_a_loss(judged):
+    lines = [f"loss = tensor({loss}, device='cuda:0')" for loss in [*FALLING, *[NAN] * 3]]
+    assert judged(*lines).kind == "loss"
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "latin-1"])
 def test_a_log_is_read_in_any_encoding(judged, encoding):
     lines = [f"iter {i}: loss {loss}, größer" for i, loss in enumerate([*FALLING, *[NAN] * 3])]
-    assert judged(*lines, encoding=encoding).kind == "silent"
+    assert judged(*lines, encoding=encoding).kind == "loss"
 
 
 def test_the_command_chooses_by_the_file(tmp_path):

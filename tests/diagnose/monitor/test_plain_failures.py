@@ -201,6 +201,14 @@ def the_loss_explodes_at_once(t):
     return mse_loss(t.outputs().float(), t.target) + 1e-6 * root
 
 
+@fails(
+    "divergence", r"grew from .* left b?float\d+ and step \d+ was applied", r"lower the learning"
+)
+def squares_that_leave_the_range_before_the_gradients_do(t):
+    t.optimizer.param_groups[0]["lr"] = 20.0
+    return mse_loss(t.model[2](t.inputs.repeat(1, 4)).float(), t.target)
+
+
 @fails("parameter", r"divides by an eps of 1e-08, which is 0 in the float16", r"set eps to 1e-4")
 def an_eps_is_lost_in_float16_weights(t):
     if t.step == 1:

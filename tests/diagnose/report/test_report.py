@@ -359,8 +359,8 @@ FILES = {
     "missing": (None, "No such file or directory"),
     "empty": ("", "line 1"),
     "foreign": ('{"name": "x"}\n', "line 1: is not the first line of a gradscaler run"),
-    "text": ("hello\n", "line 1"),
-    "control": ('\x1b[31m{"\x07\n', "line 1"),
+    "text": ("hello\n", "line"),
+    "control": ('\x1b[31m{"\x07\n', "line"),
 }
 
 

@@ -164,3 +164,26 @@ def test_scalers_become_ours_once_the_script_imports_pytorch(started, tmp_path):
     assert (code, out) == (0, f"set() {ours}\n")
     assert "no optimizer of this process took a step" in error
     assert not (tmp_path / "gradscaler-runs").exists()
+
+
+NAN = """
+import contextlib, io, sys, torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    loss = (model(torch.randn(8, 4)) * (step < 3)).square().sum().sqrt()
+    optimizer.zero_grad()
+    with contextlib.redirect_stderr(io.StringIO()) as own:
+        loss.backward()
+        optimizer.step()
+    print(repr(own.getvalue()))
+"""
+
+
+@pytest.mark.parametrize("end", ["sys.stderr = None", "sys.stderr = open('/dev/null', 'w')"])
+def test_what_a_script_does_with_its_stderr_hides_no_finding_and_holds_none(started, end):
+    code, out, error = ended(started(["script.py"], f"{NAN}\n{end}"))
+    assert (code, out) == (0, "''\n" * 4)
+    said = " ".join(error.split())
+    assert said.count("by the gradient of sqrt at script.py:6") == 2
+    assert "gradscaler: after 4 steps, as said above" in said

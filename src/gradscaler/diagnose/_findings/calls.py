@@ -250,8 +250,8 @@ def without_scaling(evidence: Evidence) -> Finding | None:
         "misuse",
         "The backward pass computes in float16 and nothing scales the loss, so gradients below "
         f"6e-8 are flushed to 0, and those beyond 65504 become Inf.{lost}",
-        "Scale the loss by a GradScaler, or train in bfloat16 "
-        "(torch.autocast(device, dtype=torch.bfloat16)).",
+        "Scale the loss by a GradScaler (a disabled one, as PyTorch's is without CUDA, scales "
+        "nothing), or train in bfloat16 (torch.autocast(device, dtype=torch.bfloat16)).",
         is_certain=False,
     )
 

@@ -11,7 +11,6 @@ from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.optimizers import growth_of_rate
 from gradscaler.diagnose._findings.over_time import are_many, place_of, when
 from gradscaler.diagnose._record.finding import Finding
-from gradscaler.diagnose._record.lines import BadStep
 from gradscaler.diagnose._record.step import Step
 
 _EXPLODED = 50.0  # times the loss before
@@ -31,7 +30,7 @@ def silent(evidence: Evidence) -> Finding | None:
     if evidence.is_elsewhere:  # another rank's gradients caused the skips, not these losses
         count, num_caused = count + num_caused, 0
     # One such loss does no harm: a mean of no elements is NaN, and its gradients are 0.
-    if count <= num_caused or not are_many(count, count, evidence):
+    if count <= num_caused or not are_many(count, count, evidence) or _has_left_range(evidence):
         return None
     steps = [
         step
@@ -101,9 +100,7 @@ def diverged(evidence: Evidence) -> Finding | None:
         weights = None
     if weights is None and (loss is None or _is_in_another_module(evidence)):
         return None  # the trained weights stand; those of a teacher may have grown
-    latest = evidence.past[-_RECENT:]
-    num_failed = sum(step.skipped or step.has_bad_loss for step in latest)
-    if not evidence.skips and num_failed <= _OFTEN * len(latest):
+    if not (evidence.skips or _fails_often(evidence) or _has_left_range(evidence)):
         return None  # the loss may just follow its targets
     grew = []
     if loss is not None:
@@ -118,27 +115,51 @@ def diverged(evidence: Evidence) -> Finding | None:
         where = evidence.located.module or where
         at = at_line(evidence.located)
     became = f"left {evidence.range}" if evidence.range else "became Inf or NaN"
-    skips = "steps are skipped"
-    bad, at_any_scale = evidence.bad_step, "It diverges at any scale: go"
-    if bad is not None:
-        if loss is not None and loss[1].step < bad.step - _SOON:
-            return None  # a spike that had passed
-        skips, at_any_scale = f"{evidence.step_word} {bad.step} {_end_of(bad)}", "Go"
-    elif evidence.skips:
-        skips = f"the last {evidence.skips_in_a_row} steps were skipped"
+    if evidence.bad_step is not None and loss is not None and _has_passed(loss[1], evidence):
+        return None
     first_bad = f" (first in {where}{at})" if where else ""
+    go = "It diverges at any scale: go" if evidence.has_scaler else "Go"
     return Finding(
         "divergence",
-        f"The {' and the '.join(grew)}{rate}, until numbers {became}{first_bad} and {skips}.",
-        f"{at_any_scale} back to an earlier checkpoint, lower the learning rate or warm it up, and "
-        "clip gradients.",
+        f"The {' and the '.join(grew)}{rate}, until numbers {became}{first_bad} and "
+        f"{_end_of(evidence)}.",
+        f"{go} back to an earlier checkpoint, lower the learning rate or warm it up, and clip "
+        "gradients.",
         where,
         count=evidence.skips_in_a_row,
     )
 
 
-def _end_of(bad: BadStep) -> str:
-    return f"has a loss of {bad.loss:g}" if bad.is_left_out else "was applied with them"
+def _has_left_range(evidence: Evidence) -> bool:
+    """Whether the latest loss is Inf or NaN, and the finite ones before had grown up to there."""
+    finite = [step for step in evidence.past if _is_finite(step.loss)]
+    if len(finite) < 2 or not evidence.past[-1].has_bad_loss:
+        return False
+    first, (before, last) = finite[0], finite[-2:]
+    return 0 < _RAN_AWAY * _size(first) <= _size(last) and _size(before) < _size(last)
+
+
+def _fails_often(evidence: Evidence) -> bool:
+    """Whether many of the latest steps were skipped or have a loss that is not finite."""
+    latest = evidence.past[-_RECENT:]
+    return sum(step.skipped or step.has_bad_loss for step in latest) > _OFTEN * len(latest)
+
+
+def _has_passed(peak: Step, evidence: Evidence) -> bool:
+    """Whether the largest loss was a spike, as finite ones follow."""
+    after = (step.step > peak.step and _is_finite(step.loss) for step in evidence.past)
+    return sum(after) >= _SOON
+
+
+def _end_of(evidence: Evidence) -> str:
+    """A clause that says what became of the steps of a training that diverged."""
+    bad = evidence.bad_step
+    if bad is not None:
+        end = f"has a loss of {bad.loss:g}" if bad.is_left_out else "was applied with them"
+        return f"{evidence.step_word} {bad.step} {end}"
+    if evidence.skips:
+        return f"the last {evidence.skips_in_a_row} steps were skipped"
+    return "steps are skipped" if evidence.has_scaler else "the steps are applied"
 
 
 def _is_in_another_module(evidence: Evidence) -> bool:

@@ -15,7 +15,7 @@ from gradscaler.diagnose._record.kinds import KINDS, kind_of
 from gradscaler.diagnose.report._content import Content, Headline
 from gradscaler.diagnose.report._words import ends, number, shown
 
-NOT_UNDERSTOOD = f"and no line looks as {', '.join(TOOLS[:-1])} or {TOOLS[-1]} prints it"
+NOT_UNDERSTOOD = f"no line looks as {', '.join(TOOLS[:-1])} or {TOOLS[-1]} prints it"
 
 _LONGEST = 4096  # characters; these tools print shorter lines, and patterns are slow on long ones
 _STUCK = 20  # skips in a row, as for a monitor (`stuck_after`)
@@ -62,9 +62,9 @@ def _lines(text: TextIO) -> Iterator[tuple[int, str]]:
 
 def verdict_on(log: Log) -> Verdict:
     """The verdict on a log: what it shows, the gravest first, or that nothing is unusual."""
-    detectors = _diverged, _not_finite, _stopped, _overflows, _goes_on
+    detectors = _diverged, _not_finite, _stopped, _overflows, _goes_on, _of_evaluation
     found = [finding for detector in detectors if (finding := detector(log)) is not None]
-    if found and found[0].kind in ("divergence", "loss", "silent"):  # explains the skips
+    if found and found[0].kind in ("divergence", "loss"):  # explains the skips
         found = [each for each in found if each.kind not in ("floor", "data")]
     found.sort(key=lambda finding: [*KINDS].index(finding.kind))
     return verdict_of(found or [_normal(log)])
@@ -126,7 +126,7 @@ def _not_finite(log: Log) -> Finding | None:
         "If the NaN was applied, all weights are NaN: later steps repair nothing, so stop the run, "
         f"and go back to a checkpoint from before. {_ASK}"
     )
-    return Finding("silent", cause, action, count=log.bad_now, is_certain=log.bad_now >= _FEW)
+    return Finding("loss", cause, action, count=log.bad_now, is_certain=log.bad_now >= _FEW)
 
 
 def _stopped(log: Log) -> Finding | None:
@@ -179,6 +179,18 @@ def _goes_on(log: Log) -> Finding | None:
         cause = f"{bad:,} losses were NaN or Inf, with finite ones between them"
     action = "Some batches are bad: look there for NaN, Inf, empty masks and outliers."
     return Finding("data", f"{cause}.", f"{action} {_ASK}", is_certain=False)
+
+
+def _of_evaluation(log: Log) -> Finding | None:
+    """An evaluation's loss that is not finite, though all of the training's are."""
+    if not log.evaluated or log.bad:
+        return None
+    cause = (
+        f"The loss of an evaluation is NaN or Inf in line {log.evaluated:,}, and the training's "
+        "losses are finite."
+    )
+    action = "Look there for a mean of no elements, a bad sample, and an overflow of float16."
+    return Finding("loss", cause, action, is_certain=False)
 
 
 def _normal(log: Log) -> Finding:

@@ -55,6 +55,7 @@ PATTERNS = (
         r"^(?!.*(?:\bvalid\b|train_runtime)).*\b(?:step|iter|iteration|epoch|batch)\b.*"
         r"loss(?:\W{0,3}[:=]|\W{1,4}(?:\d+\.\d|nan|inf))",
     ),
+    ("a loop of your own", "record", "loss", rf"^\W*loss\W{{1,4}}(?:tensor\()?{_N}"),
 )
 """Lines that are understood: who prints one, what it is, words of it in lower case, by which it is
 found fast, and how it looks. The first that fits reads a line. Lines that end a run have the name
@@ -80,6 +81,7 @@ _COMPILED = [
 _OF_TRAINING = "|".join(f"(?<={name}.loss)" for name in ("train", "training", "total", "lm"))
 _NO_OTHERS = "".join(f"(?<!{name} loss)" for name in ("val", "valid", "eval", "test"))
 _LOSS = _field(rf"loss(?:(?<![a-z_/]loss)|{_OF_TRAINING}){_NO_OTHERS}(?:_step)?")
+_EVALUATED = _field("(?:val|valid|validation|eval|test)[ _/]loss", "[-+]?(?:nan|inf)(?![a-z_])")
 _NORM = _field("norm(?:(?<=grad.norm)|(?<=gnorm))")
 _SCALE = _field("scale(?<=loss.scale)")
 _STEP = _field("(?:step|iteration|iter|num_updates)", r"\d{1,15}\b")
@@ -114,12 +116,15 @@ class Log:
     since: str = ""  # where these began
     good: int = 0  # skips until then
     trap: str = ""  # of the tool that printed the latest of these
+    evaluated: int = 0  # the first line with a loss of an evaluation that is not finite
 
     def add(self, line: str) -> None:
         """Take in one line. A line of several ranks counts on the first that printed its like."""
         if "\x1b" in line or "\x08" in line:
             line = _NOISE.sub("", line)
         low = line.lower()
+        if not self.evaluated and ("nan" in low or "inf" in low) and _EVALUATED.search(low):
+            self.evaluated = self.lines
         rank = _RANK.match(line)
         who = next(filter(None, rank.groups()), "") if rank else ""
         for tool, what, word, pattern in _COMPILED:
