@@ -101,7 +101,8 @@ class WatchedRun:
         if first.action in self._advice:
             text = f", as said above{text.replace(first.text, first.cause, 1)}"
         file, bad = shown(self._path), next(iter(first.steps), 0)
-        is_unseen = first.kind in _OF_OPERATIONS and first.line is None
+        is_unseen = first.line is None or "--watch" in first.action  # as of compiled code
+        is_unseen = is_unseen and first.kind in _OF_OPERATIONS
         is_open = first.kind in _OF_VALUES or is_unseen
         is_made_before = is_open and bad > 1 and self._watch is None
         ranks = re.sub(r"\.rank\d+\.jsonl", ".rank*.jsonl", file)

@@ -127,6 +127,10 @@ def in_loss(operation, num_inf=3, largest=6e4, dtype="float16", size=64):
         (in_loss("pow", largest=0.5), "a negative power of 0 is Inf"),
         (in_loss("pow", num_inf=0), "a fractional power of a negative number is NaN"),
         (in_loss("square", largest=1e30, dtype="float32"), "leave the range of float32"),
+        (
+            replace(in_loss("matmul", largest=1e30, dtype="float32"), module="rnn", type="RNN"),
+            "from one time step to the next: clip gradients before optimizer.step()",
+        ),
         (in_loss("to"), "in float16, by casting at train.py:7, from finite inputs"),
         (replace(LOCATED, operation="pow"), "sooner: run this module in bfloat16 or float32"),
         (replace(LOCATED, operation="to"), "becomes Inf when it is cast to float16"),

@@ -164,3 +164,17 @@ def test_an_operation_without_a_slope_is_named_in_the_step_that_fails(name):
     assert f"by the gradient of {name} at " in found.cause
     assert found.line is not None
     assert action in found.action
+
+
+def test_a_sum_in_float16_that_the_graph_does_not_keep_is_told_to_be_in_float16():
+    model, told = nn.Linear(4, 64), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    with Monitor(model=model, tell=told.append):
+        for step in range(1, 9):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                total = (model(torch.ones(8, 4)) * 0 + 1e4 * (step > 3)).sum(1).mean()
+            (total + model.bias.sum()).backward()
+            optimizer.step()
+    found = next(each for each in told if "seen in sum at " in each.cause)
+    assert "take it in float32 (dtype=torch.float32)" in found.action

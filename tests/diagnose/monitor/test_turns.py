@@ -51,7 +51,8 @@ def test_gradients_that_are_zeroed_before_the_step_are_told():
     [
         (0.1, 1.0, "Nothing needs fixing: the loss went from "),
         (1e-9, 1.0, ", at a learning rate of 1e-09. If it should have fallen, look at the "),
-        (0.001, 0.5, ", at a learning rate of 0.0005 to "),
+        (0.001, 0.5, " while the learning rate fell from 0.0005 to "),
+        (0.001, 0.9, ", at a learning rate of 0.0009 to "),
     ],
 )
 def test_a_verdict_does_not_praise_a_loss_that_stands_still(rate, factor, said):
@@ -66,3 +67,35 @@ def test_a_verdict_does_not_praise_a_loss_that_stands_still(rate, factor, said):
             schedule.step()
     assert monitor.verdict.kind == "normal"
     assert said in monitor.verdict.text
+
+
+def test_one_batch_with_a_small_loss_is_no_fall():
+    model, told = nn.Linear(4, 4), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    with Monitor(model=model, tell=told.append) as monitor:
+        for step in range(1, 121):
+            optimizer.zero_grad()
+            (model(torch.randn(64, 4)).square().mean() * (0.5 if step == 120 else 1)).backward()
+            optimizer.step()
+    assert "Nothing else was judged: the loss went from " in monitor.verdict.text
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_a_step_that_diverges_among_its_evaluations_is_told_so(first):
+    model, told = nn.Linear(4, 4), []
+    inputs = torch.randn(64, 4)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-9)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(inputs) - 1).pow(4).mean()
+        loss.backward()
+        return loss
+
+    with Monitor(model=model, tell=told.append):
+        for step in range(1, 5):
+            optimizer.param_groups[0]["lr"] = 50.0 if step == first else 1e-9
+            optimizer.step(closure)
+    assert told[0].kind == "divergence"
+    assert f"within step {first}, which evaluated it several times" in told[0].cause
+    assert 'line_search_fn="strong_wolfe"' in told[0].action

@@ -85,7 +85,8 @@ _BESIDE_BAD_STEPS: tuple[_Detector, ...] = (
 
 _ROSE = 2.0  # times the first loss; a batch's own loss often is a little larger
 _FELL = 0.05  # of the first loss, at least
-_LATEST = 20  # steps, whose mean loss has fallen
+_EARLY, _LATEST = 10, 20  # steps, whose mean losses are compared, as one batch's own says little
+_FADED = 1e-6  # times the first learning rate
 _LONG = 100  # steps, in which a loss falls
 _SHORT = 50  # steps; the last one that a monitor samples early
 
@@ -200,26 +201,29 @@ def _nothing(evidence: Evidence) -> str:
 
 def _whether_it_learns(evidence: Evidence) -> str:
     """The first and the latest loss, as finite numbers alone do not make a training good."""
+    losses = [step.loss for step in evidence.past if step.loss is not None]
     first = evidence.first and evidence.first.loss
-    latest = evidence.past[-1].loss if evidence.past else None
-    if first is None or latest is None:
+    if first is None or not losses:
         return "Nothing needs fixing."
-    went = f"the loss went from {first:g} to {latest:g}"
-    judged = f"Nothing else was judged: {went}"
-    if latest > _ROSE * abs(first):
-        return f"{judged}. If it should have fallen, lower the learning rate."
-    if evidence.steps < _LONG or _mean_of_latest(evidence) < first - _FELL * abs(first):
+    went = f"the loss went from {first:g} to {losses[-1]:g}"
+    if losses[-1] > _ROSE * abs(first):
+        return (
+            f"Nothing else was judged: {went}. If it should have fallen, lower the learning rate."
+        )
+    is_whole = evidence.steps == len(evidence.past)
+    usual = fmean(losses[:_EARLY]) if is_whole else first
+    if evidence.steps < _LONG or fmean(losses[-_LATEST:]) < usual - _FELL * abs(usual):
         return f"Nothing needs fixing: {went}."
-    rates = dict.fromkeys(
-        f"{rate:g}" for _, rate in evidence.rates[:: len(evidence.rates) - 1 or 1]
-    )
-    rate = f", at a learning rate of {' to '.join(rates)}" if rates else ""
+    ends = [rate for _, rate in (*evidence.rates[:1], *evidence.rates[-1:])]
+    if ends and ends[-1] < _FADED * ends[0]:
+        return (
+            f"Nothing else was judged: {went} while the learning rate fell from {ends[0]:g} to "
+            f"{ends[-1]:g}. Step its schedule once an epoch, or let it end at a larger rate."
+        )
+    rates = " to ".join(dict.fromkeys(f"{rate:g}" for rate in ends))
+    rate = f", at a learning rate of {rates}" if ends else ""
     return (
-        f"{judged}{rate}. If it should have fallen, look at the learning rate, clipping, inputs "
-        "and targets, and for two softmax or sigmoid in a row."
+        f"Nothing else was judged: {went}{rate}. If it should have fallen, look at the learning "
+        "rate, clipping, inputs and targets (is one of shape [n, 1], the other [n]?), and for two "
+        "softmax or sigmoid in a row."
     )
-
-
-def _mean_of_latest(evidence: Evidence) -> float:
-    """The mean of the latest losses, as one batch's own says little."""
-    return fmean(each.loss for each in evidence.past[-_LATEST:] if each.loss is not None)

@@ -22,6 +22,10 @@ _PRODUCT = (
     "a product of finite numbers is never NaN, so a factor is a constant Inf or NaN: mask with "
     "where() or masked_fill() instead"
 )
+_GROWS = (
+    "numbers grow from layer to layer, or from one time step to the next: clip gradients before "
+    "optimizer.step(), lower the learning rate, and start from smaller weights"
+)
 _POWER = "the square of more than 255 is too large for float16, and higher powers sooner"
 _CAST = (
     "a number beyond 65504 becomes Inf when it is cast to float16: keep the next "
@@ -189,7 +193,8 @@ def of_operation(located: Located) -> str | None:
         return None
     operation, has_inf = located.operation.strip("_"), located.num_inf > 0
     is_power, is_wide = operation in _POWERS, located.dtype in _WIDE
-    is_small = not has_inf and not located.largest_input > 1e18
+    is_large = located.largest_input > 1e18  # its square leaves float32
+    is_small = not (has_inf or is_large)
     cases = {
         _POWER_OF_NEGATIVE: is_power and not has_inf,
         _POWER_OF_0: is_power and located.largest_input <= 1,
@@ -200,6 +205,7 @@ def of_operation(located: Located) -> str | None:
         _QUOTIENT: operation == "div" and (located.smallest_divisor or 0.0) >= _TINY,
         # The user cannot divide an input inside PyTorch's own layer.
         _IN_FLOAT32: operation == "matmul" and located.type == "Linear" and not is_wide,
+        _GROWS: operation == "matmul" and located.module is not None and is_large,
         _TOO_LARGE: operation in ("cross_entropy", "nll_loss") and located.largest_input > 1e30,
         _ALL_MASKED: operation in ("cross_entropy", "nll_loss")
         and located.size > 1

@@ -18,6 +18,7 @@ from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.lines import BadStep, Skip
 from gradscaler.diagnose._record.located import Located, is_exact
 
+_EXPLODED = 50.0  # times the first loss of a step
 _LARGE = 1e9  # a loss; a usual one of sums over a batch of images is below 1e6
 _GO_BACK = "Its weights are lost: go back to a checkpoint from before it."
 _IN_FLOAT16 = (
@@ -51,7 +52,8 @@ def applied(evidence: Evidence) -> Finding | None:
         so = f"the loss of {this} is {bad.loss:g}, and no backward pass took it"
         so_of_loss = f"no backward pass took it in {this}"
     finding = (
-        bad_parameter(then, f"so {so}")
+        _within(bad, this)
+        or bad_parameter(then, f"so {so}")
         or (None if _is_input(then.located) else diverged(then))
         or _of_large_numbers(then, so)
         or of_forward_pass(then, so)
@@ -61,6 +63,20 @@ def applied(evidence: Evidence) -> Finding | None:
     is_said = bad.is_left_out or "checkpoint" in finding.action
     action = finding.action if is_said else f"{finding.action} {_GO_BACK}"
     return replace(finding, action=action, steps=(bad.step,), count=1, is_certain=True)
+
+
+def _within(bad: BadStep, this: str) -> Finding | None:
+    """A loss that exploded among the evaluations of one step of an optimizer."""
+    first, largest = bad.evaluated or (0.0, 0.0)
+    if not 0 < _EXPLODED * abs(first) < abs(largest):
+        return None
+    return Finding(
+        "divergence",
+        f"The loss grew from {first:g} to {largest:g} within {this}, which evaluated it several "
+        "times, until numbers became Inf or NaN.",
+        'Let the optimizer search along its line (LBFGS: line_search_fn="strong_wolfe"), or lower '
+        "the learning rate; go back to a checkpoint from before it.",
+    )
 
 
 def _of_large_numbers(evidence: Evidence, so: str) -> Finding | None:

@@ -60,7 +60,9 @@ class GraphReader:
             return None
         site = self._site_of(origin.node)
         made = values.tensor(origin.node, origin.number)
-        made = local(loss if made is None else made)
+        if made is None:  # then the loss stands for it
+            made = loss.detach().to(origin.node._input_metadata[origin.number].dtype)
+        made = local(made)
         buffer = self._places.bad_buffer() if self._may_read_buffer(origin) else None
         if origin.is_given or buffer is not None:
             given = made if origin.given is None else origin.given

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from itertools import takewhile
 from typing import NamedTuple
@@ -54,12 +55,15 @@ class LoopObserver(EagerObserver):
         self._reported: Failure | None = None  # in the present streak of bad steps
         self._root: Node = None  # of the latest loss
         self._is_checked = False  # whether gradients were checked since the step before
+        self._evaluated: list[Tensor] = []  # losses of the running step of an optimizer
 
     @closes_if_asked
     def scaled(self, outputs: Tensor, /) -> None:
         """Remember a loss, before its backward pass."""
         super().scaled(outputs)
         losses, self._root = self._iterations.latest.losses, outputs.grad_fn
+        if self._is_in_step:
+            self._evaluated += losses[-1:]
         if outputs.device.type == "cpu":
             self._graphs.retain(outputs)
         elif losses and not isinstance(losses[-1], HostCopy):
@@ -153,16 +157,20 @@ class LoopObserver(EagerObserver):
         if failure is not None and outcome.nonfinite:
             self._reported = failure
             self._report(self._iterations.latest, failure)
+        self._evaluated.clear()
 
     def _report(self, iteration: Iteration, failure: Failure) -> None:
         """Write a bad step, before its iteration ends and the next forward pass begins."""
         found, located = failure.nonfinite, failure.located
         listed, more = found[:MOST_NONFINITE], len(found[MOST_NONFINITE:])
         parameter = None if located is None else located.bad_parameter
+        # The first step may have begun before the observer.
+        evaluated = self._evaluated or (iteration.losses if iteration.is_first else [])
         line = BadStep(
             *(iteration.number, failure.loss, listed, more, located),
             is_from_start=parameter is not None and self.parameters.was_bad(parameter),
             lost_eps=self.parameters.lost_eps(),
+            evaluated=_first_and_largest(evaluated),
         )
         self.log.add_bad(line)
 
@@ -209,6 +217,12 @@ class LoopObserver(EagerObserver):
 
     def _is_resumed(self, optimizer: object) -> bool:
         return False  # there is no scaler whose state could be missing
+
+
+def _first_and_largest(losses: Iterable[Tensor]) -> tuple[float, float] | None:
+    """The first loss and the largest, of those that are finite; None if there are none."""
+    finite = [loss for loss in (float(each.item()) for each in losses) if math.isfinite(loss)]
+    return (finite[0], max(finite, key=abs)) if finite else None
 
 
 def _has_arrived(iteration: Iteration) -> bool:

@@ -262,6 +262,8 @@ class BadStep:
         is_from_start: whether the parameter that `located` names was Inf or NaN before the first
             step.
         lost_eps: an optimizer's eps that rounds to 0 in its parameters' float16; None if none does.
+        evaluated: the first and the largest finite loss that the step itself evaluated, as that of
+            LBFGS does; None if it evaluated none.
     """
 
     kind: ClassVar[str] = "bad_step"
@@ -274,6 +276,7 @@ class BadStep:
     is_left_out: bool = False
     is_from_start: bool = False
     lost_eps: float | None = None
+    evaluated: tuple[float, float] | None = None
 
     def check(self) -> None:
         """Check that what the step was left out for is known."""
