@@ -307,7 +307,7 @@ def _content_of(sources: Sequence[Path]) -> Content:
     log = _logs.read_log(sources[0])
     if log is not None:
         return _logs.content_of_log(log)
-    if sources[0].read_bytes()[:1] != b"{":
+    if not _logs.start_of(sources[0]).startswith(b"{"):
         raise ValueError(f"{sources[0]}: {_logs.NOT_UNDERSTOOD}")
     try:
         return content_of(read_run(*sources))

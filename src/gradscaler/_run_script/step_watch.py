@@ -42,24 +42,23 @@ class StepWatch:
 
     def close(self) -> None:
         """Watch no more, as the run has ended, maybe in the step to watch or before it."""
-        latest = self._search.latest
-        self._stop(str(latest or "the run ended in it, and no operation had made an Inf or NaN"))
+        self._stop("the run ended in it, and no operation had made an Inf or NaN", latest="")
         steps = self._monitor.history[-1].step if self._monitor.history else 0
         if self._step:
             say(f"the run ended after step {steps:,}, so step {self._step:,} was not watched.")
         while self._handles:
             self._handles.pop().remove()
 
-    def _stop(self, otherwise: str | None = None) -> None:
-        """Stop watching, and say what was seen."""
+    def _stop(
+        self,
+        nothing: str = "no operation made an Inf or NaN",
+        latest: str = "no Inf or NaN reached a gradient; the latest: ",
+    ) -> None:
+        """Stop watching, and say what was seen, which may be no more than the -Inf of a mask."""
         if self._is_on:
             self._is_on, self._step = False, 0
             self._search.stop()
-            located, latest = self._search.located, self._search.latest
-            if otherwise is None:
-                otherwise = "no operation made an Inf or NaN"
-                if latest is not None:  # such as the -Inf of a mask
-                    otherwise = f"no Inf or NaN reached a gradient; the latest: {latest}"
-            say(f"step watched: {located or otherwise}")
+            located, made = self._search.located, self._search.latest
+            say(f"step watched: {located or (nothing if made is None else f'{latest}{made}')}")
             if located is not None:
                 self._monitor.note_located(located)

@@ -1,4 +1,4 @@
-"""Loops without a scaler whose optimizers take turns, or whose steps do nothing."""
+"""Loops without a scaler whose optimizers take turns, do nothing, or diverge in one step."""
 
 import pytest
 

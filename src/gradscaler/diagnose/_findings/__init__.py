@@ -206,10 +206,9 @@ def _whether_it_learns(evidence: Evidence) -> str:
     if first is None or not losses:
         return "Nothing needs fixing."
     went = f"the loss went from {first:g} to {losses[-1]:g}"
+    judged = f"Nothing else was judged: {went}"
     if losses[-1] > _ROSE * abs(first):
-        return (
-            f"Nothing else was judged: {went}. If it should have fallen, lower the learning rate."
-        )
+        return f"{judged}. If it should have fallen, lower the learning rate."
     is_whole = evidence.steps == len(evidence.past)
     usual = fmean(losses[:_EARLY]) if is_whole else first
     if evidence.steps < _LONG or fmean(losses[-_LATEST:]) < usual - _FELL * abs(usual):
@@ -217,13 +216,13 @@ def _whether_it_learns(evidence: Evidence) -> str:
     ends = [rate for _, rate in (*evidence.rates[:1], *evidence.rates[-1:])]
     if ends and ends[-1] < _FADED * ends[0]:
         return (
-            f"Nothing else was judged: {went} while the learning rate fell from {ends[0]:g} to "
-            f"{ends[-1]:g}. Step its schedule once an epoch, or let it end at a larger rate."
+            f"{judged} while the learning rate fell from {ends[0]:g} to {ends[-1]:g}. Step its "
+            "schedule once an epoch, or let it end at a larger rate."
         )
     rates = " to ".join(dict.fromkeys(f"{rate:g}" for rate in ends))
     rate = f", at a learning rate of {rates}" if ends else ""
     return (
-        f"Nothing else was judged: {went}{rate}. If it should have fallen, look at the learning "
-        "rate, clipping, inputs and targets (is one of shape [n, 1], the other [n]?), and for two "
-        "softmax or sigmoid in a row."
+        f"{judged}{rate}. If it should have fallen, look at the learning rate, clipping, inputs "
+        "and targets (is one of shape [n, 1], the other [n]?), and for two softmax or sigmoid in a "
+        "row."
     )

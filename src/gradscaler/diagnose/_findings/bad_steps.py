@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from gradscaler.diagnose._findings.advice import at_any_scale, at_line, of_backward
 from gradscaler.diagnose._findings.evidence import Evidence
-from gradscaler.diagnose._findings.losses import diverged
+from gradscaler.diagnose._findings.losses import EXPLODED, diverged
 from gradscaler.diagnose._findings.skips_in_a_row import (
     EXPLAIN_ALL,
     bad_parameter,
@@ -18,7 +18,6 @@ from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.lines import BadStep, Skip
 from gradscaler.diagnose._record.located import Located, is_exact
 
-_EXPLODED = 50.0  # times the first loss of a step
 _LARGE = 1e9  # a loss; a usual one of sums over a batch of images is below 1e6
 _GO_BACK = "Its weights are lost: go back to a checkpoint from before it."
 _IN_FLOAT16 = (
@@ -68,7 +67,7 @@ def applied(evidence: Evidence) -> Finding | None:
 def _within(bad: BadStep, this: str) -> Finding | None:
     """A loss that exploded among the evaluations of one step of an optimizer."""
     first, largest = bad.evaluated or (0.0, 0.0)
-    if not 0 < _EXPLODED * abs(first) < abs(largest):
+    if not 0 < EXPLODED * abs(first) < abs(largest):
         return None
     return Finding(
         "divergence",

@@ -13,11 +13,11 @@ from gradscaler.diagnose._findings.over_time import are_many, place_of, when
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.step import Step
 
-_EXPLODED = 50.0  # times the loss before
+EXPLODED = 50.0  # times the loss before
 _GREW = 10.0  # times the norm of the first weights
 _RECENT = 20  # steps
 _SOON = 5  # steps from an exploded loss to an overflow that it explains, or from the start
-_LEAST_EXPLODED = 5.0  # a critic's first loss may be near 0, and any later one is large beside it
+_LEASTEXPLODED = 5.0  # a critic's first loss may be near 0, and any later one is large beside it
 _FEW = 3  # steps that a finding lists
 _FEW_SAMPLES = 2
 _RAN_AWAY = 1e3  # times the first loss; targets that grow by design rarely take the weights along
@@ -188,7 +188,7 @@ def ran_away(evidence: Evidence) -> Finding | None:
     since, before = losses[start:], losses[max(start - _RECENT, 0) : start]
     if len(since) < _RECENT or not 0 < _GREW * weights[0] <= weights[1]:
         return None
-    is_sudden = bool(before) and _size(since[0]) > _EXPLODED * max(map(_size, before))
+    is_sudden = bool(before) and _size(since[0]) > EXPLODED * max(map(_size, before))
     if is_sudden and since[0].step > _SOON and not growth_of_rate(evidence):
         return None
     last = since[-1]
@@ -244,7 +244,7 @@ def explosion(past: Sequence[Step], in_streak: bool) -> tuple[Step, Step] | None
         latest = sorted(late[-_RECENT // 2 :], key=_size)
         peak = latest[len(latest) // 2]
     usually = max(_size(base), _size(seen[0]))
-    if peak.step <= base.step or not 0 < _EXPLODED * usually < _size(peak):
+    if peak.step <= base.step or not 0 < EXPLODED * usually < _size(peak):
         return None  # a usual loss of 0 is nothing to compare with
     return base, peak
 
@@ -261,7 +261,7 @@ def _explosion_at_once(evidence: Evidence) -> tuple[Step, Step] | None:
     later = seen[min(_SOON, len(seen) // 2) :]
     if len(seen) < 2:
         return None
-    least = max(_EXPLODED * _size(seen[0]), _LEAST_EXPLODED)
+    least = max(EXPLODED * _size(seen[0]), _LEASTEXPLODED)
     peak = max(later, key=_size)
     return (seen[0], peak) if min(map(_size, later)) > least else None
 

@@ -34,8 +34,8 @@ class GraphWatch:
 
     Nothing runs again, and no module is hooked. Lines come from the tracebacks of the first
     forward pass, and of up to 20 more after a failure in a node that the first lacks, or after the
-    first step of an optimizer whose loss it lacks. On a device,
-    losses are not read before :meth:`step_ended` has seen a failure.
+    first step of an optimizer whose loss it lacks. On a device, losses are not read before
+    :meth:`step_ended` has seen a failure.
 
     After a step whose loss was finite and whose gradients were not, a :class:`GradientWatch` looks
     at the graphs of the next steps. All of it together takes at most 5 % of the time, except for a

@@ -33,13 +33,13 @@ _BACK = "go back to an earlier checkpoint, lower the learning rate or warm it up
 
 def may_be_log(path: Path) -> bool:
     """Whether a path is a file with a text that is not a run file."""
-    start = _start_of(path) if path.is_file() else b""
+    start = start_of(path) if path.is_file() else b""
     return bool(start) and b'"gradscaler"' not in start and b'"kind"' not in start
 
 
 def read_log(path: Path) -> Log | None:
     """Read a log; None if no line of it is understood."""
-    is_utf_16 = _start_of(path).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    is_utf_16 = start_of(path).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     log = Log()  # PowerShell writes UTF-16
     with path.open(encoding="utf-16" if is_utf_16 else "utf-8", errors="replace") as text:
         for log.lines, line in _lines(text):
@@ -47,7 +47,8 @@ def read_log(path: Path) -> Log | None:
     return log if log.tools else None
 
 
-def _start_of(path: Path) -> bytes:
+def start_of(path: Path) -> bytes:
+    """The first bytes of a file, enough to tell what it is."""
     with path.open("rb") as file:
         return file.read(_LONGEST)
 
