@@ -254,6 +254,12 @@ def gradients_that_are_never_zeroed(t):
     return mse_loss(t.outputs().float(), t.target)
 
 
+@fails("misuse", r"The optimizer was new in 60 of 60 steps", r"once, before the loop")
+def an_optimizer_that_is_made_in_the_loop(t):
+    t.optimizer = torch.optim.Adam(t.model.parameters(), lr=1e-4)
+    return mse_loss(t.outputs().float(), t.target)
+
+
 def lines_in(pattern):
     """A pattern with the places of its marks."""
     return re.sub(r"\{(\w+)\}", lambda mark: re.escape(line_with(mark[1])), pattern)
@@ -295,6 +301,11 @@ def with_larger_targets_later(t):
     return mse_loss(t.outputs().float(), t.target * (1e4 if t.step > 30 else 1))
 
 
+def with_an_optimizer_without_a_state_of_its_own_in_each_step(t):
+    t.optimizer = torch.optim.SGD(t.model.parameters(), lr=1e-3)
+    return healthy(t)
+
+
 def of_classes(t):
     return cross_entropy(t.outputs().float(), t.target.argmax(1))
 
@@ -328,6 +339,7 @@ def with_gradients_that_are_cleaned(t):
         with_a_spike,
         with_another_loss_later,
         with_larger_targets_later,
+        with_an_optimizer_without_a_state_of_its_own_in_each_step,
         of_classes,
         with_a_nan_that_is_left_out,
         with_gradients_that_are_cleaned,
@@ -340,9 +352,9 @@ def test_a_healthy_loop_is_normal_and_nothing_is_told(loss_of, dtype):
     monitor.close()
     assert told == []
     assert monitor.bad_step is None
-    steps = "None of 60 steps had a gradient of NaN or Inf"
+    steps = r"None of 60 (optimizer )?steps had a gradient of NaN or Inf"
     assert monitor.verdict.kind == "normal"
-    assert monitor.verdict.text.startswith(steps)
+    assert re.match(steps, monitor.verdict.text)
 
 
 def test_a_loop_in_float16_is_told_the_share_of_gradients_that_it_flushes(path):

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from statistics import fmean
 
-from gradscaler.diagnose._findings import calls, gradient_values, losses, optimizers, over_time
+from gradscaler.diagnose._findings import (
+    calls,
+    gradient_values,
+    loss_graphs,
+    losses,
+    optimizers,
+    over_time,
+)
 from gradscaler.diagnose._findings.advice import seen_in
 from gradscaler.diagnose._findings.bad_steps import applied
 from gradscaler.diagnose._findings.caught import caught
@@ -26,8 +33,8 @@ _Detector = Callable[[Evidence], Finding | None]
 _GROUPS: tuple[tuple[_Detector, ...], ...] = (
     (bad_state,),
     (calls.unused, calls.disabled, optimizers.stepless),
-    (optimizers.uphill, optimizers.unbounded, optimizers.decayed),
-    (optimizers.still,),
+    (optimizers.uphill, loss_graphs.unbounded, optimizers.decayed),
+    (optimizers.still, optimizers.renewed),
     (optimizers.idle,),
     (optimizers.outside,),
     (optimizers.unscaled,),
@@ -37,7 +44,8 @@ _GROUPS: tuple[tuple[_Detector, ...], ...] = (
     (calls.updated_too_often, calls.unscaled_loss),
     (calls.restarted,),
     (losses.silent, losses.diverged, losses.ran_away, losses.died, over_time.data, caught),
-    (losses.absorbed,),
+    (loss_graphs.absorbed,),
+    (loss_graphs.normalised_twice, loss_graphs.broadcast),
     (gradient_values.cut_off, gradient_values.dead),
     (calls.stalled,),
     (calls.full_precision, calls.without_scaling),
@@ -75,7 +83,7 @@ _OF_SCALERS: frozenset[_Detector] = frozenset(
     }
 )
 # Mistakes that a bad step does not explain; these may explain it.
-_CAUSES_OF_BAD_STEPS = optimizers.nonfinite, optimizers.uphill, optimizers.unbounded
+_CAUSES_OF_BAD_STEPS = optimizers.nonfinite, optimizers.uphill, loss_graphs.unbounded
 _BESIDE_BAD_STEPS: tuple[_Detector, ...] = (
     optimizers.idle,
     optimizers.outside,
@@ -223,6 +231,5 @@ def _whether_it_learns(evidence: Evidence) -> str:
     rate = f", at a learning rate of {rates}" if ends else ""
     return (
         f"{judged}{rate}. If it should have fallen, look at the learning rate, clipping, inputs "
-        "and targets (is one of shape [n, 1], the other [n]?), and for two softmax or sigmoid in a "
-        "row."
+        "and targets."
     )

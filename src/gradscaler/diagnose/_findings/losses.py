@@ -74,24 +74,6 @@ def silent(evidence: Evidence) -> Finding | None:
     )
 
 
-def absorbed(evidence: Evidence) -> Finding | None:
-    """An Inf in the forward pass that a division makes 0, so that no loss or gradient shows it."""
-    count = evidence.calls.get("absorbed", 0)
-    if count < _FEW_SAMPLES:
-        return None
-    places = {name: n for name, n in evidence.calls.items() if name.startswith("absorbed ")}
-    by = max(places, key=lambda name: places[name], default="").removeprefix("absorbed ")
-    return Finding(
-        "activations",
-        f"The forward pass divides by an Inf of float16{f', in {by},' if by else ''} in each of "
-        f"{count} samples: the quotient and its gradient are exactly 0, though the loss is finite.",
-        "Compute that divisor in float32 (x.float()): a sum, a count or a mean of squares beyond "
-        "65504 is Inf in float16.",
-        line=by.partition(" at ")[2] or None,
-        count=count,
-    )
-
-
 def diverged(evidence: Evidence) -> Finding | None:
     """A loss or a norm of the weights that explodes, so that many steps are skipped."""
     loss = explosion(evidence.past, in_streak=bool(evidence.skips)) or _explosion_at_once(evidence)

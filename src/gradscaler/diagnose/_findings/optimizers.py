@@ -125,6 +125,20 @@ def still(evidence: Evidence) -> Finding | None:
     )
 
 
+def renewed(evidence: Evidence) -> Finding | None:
+    """An optimizer that is made anew for each step, so that it never has a state."""
+    count = evidence.calls.get("renewed", 0)
+    if count < max(_FEW, _MANY * evidence.steps):
+        return None
+    return Finding(
+        "misuse",
+        f"The optimizer was new in {count} of {evidence.steps} steps, so the moments and the count "
+        "of steps that it keeps are lost each time.",
+        "Make the optimizer and its schedule once, before the loop.",
+        count=count,
+    )
+
+
 def decayed(evidence: Evidence) -> Finding | None:
     """Weights that shrink to almost 0 while the loss stands: the decay outweighs the gradients."""
     weights = None if evidence.optimizers is None else evidence.optimizers.weights
@@ -151,20 +165,6 @@ def growth_of_rate(evidence: Evidence) -> str:
     if not 0 < _GREW * first <= last:
         return ""
     return f" while the learning rate grew from {first:g} to {last:g}"
-
-
-def unbounded(evidence: Evidence) -> Finding | None:
-    """A loss that is negative although its operation never is for targets as they should be."""
-    if evidence.calls.get("negative", 0) < 2:
-        return None
-    return Finding(
-        "divergence",
-        "A cross entropy is negative, which it never is for targets from 0 to 1 and inputs that "
-        "are probabilities (or their logarithms, for nll_loss): the loss has no lower bound.",
-        "Bring the targets into 0 to 1 (a mask of 255, labels of -1 and 1, a soft label), and give "
-        "nll_loss the output of log_softmax.",
-        count=evidence.calls["negative"],
-    )
 
 
 def stepless(evidence: Evidence) -> Finding | None:

@@ -33,6 +33,7 @@ class Iteration:
     backward: set[str] = field(default_factory=set)  # dtypes, if first or sampled
     cut: Mapping[str, str] | None = None  # see Sample
     begun: set[int] = field(default_factory=set)  # optimizers that unscaled or began a step
+    new: set[int] = field(default_factory=set)  # optimizers that began a step without a state
     is_unscaled: bool = False  # whether any gradients were unscaled
     follows_unstepped: bool = False  # whether the gradients before it were unscaled, and no step
     scaled: ScaledLosses = field(default_factory=ScaledLosses)  # if sampled, in PyTorch
@@ -57,9 +58,7 @@ class Iteration:
         step = Step(self.number, last.scale, was_skipped, loss, nonfinite)
         calls = *self.calls, *["unzeroed"] * bool(unzeroed), *["lossless"] * (not self.losses)
         calls = *calls, *(f"unzeroed {name}" for name in unzeroed)
-        absorbed = self.scaled.absorbed if math.isfinite(loss or 0.0) else []
-        calls = *calls, *["negative"] * (self.scaled.negative() is not None)
-        calls = *calls, *["absorbed"] * bool(absorbed), *(f"absorbed {by}" for by in absorbed)
+        calls = *calls, *self.scaled.calls(loss)
         num_losses = len(self.losses)
         has_any = calls or self.backward or self.cut is not None or num_losses > 1
         observed = Observations(calls, frozenset(self.backward), self.cut, max(num_losses, 1))

@@ -162,6 +162,8 @@ class EagerObserver(StepSource):
             iteration.calls.append("still")
         if self._cut_off.is_looking:
             self._cut_off.note(self._named(optimizer))
+        if not getattr(optimizer, "state", True):
+            iteration.new.add(id(optimizer))
 
     @closes_if_asked
     def stepped(self, optimizer: object, outcome: StepOutcome, /) -> None:
@@ -174,6 +176,8 @@ class EagerObserver(StepSource):
             return
         iteration = self._iterations.latest
         self._iterations.note(optimizer, outcome)
+        if id(optimizer) in iteration.new and optimizer.state:  # type: ignore[attr-defined]
+            iteration.calls.append("renewed")
         if iteration.is_sampled:
             self._measure(optimizer)  # if a closure made the gradients
         is_watched = self._watch.step == iteration.number

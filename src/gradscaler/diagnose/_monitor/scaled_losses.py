@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from gradscaler.diagnose._gradients.arrays import dtype_name
 from gradscaler.diagnose._gradients.reading import Tensor, largest
-from gradscaler.diagnose._graph.call_site import Node, differentiated
-from gradscaler.diagnose._graph.nodes import MOST_NODES, is_opaque, nodes_from, saved
+from gradscaler.diagnose._graph.call_site import Node, differentiated, is_form
+from gradscaler.diagnose._graph.nodes import MOST_NODES, is_leaf, is_opaque, nodes_from, saved
 
 # Losses that are never negative for targets and inputs as they should be.
 _NEVER_NEGATIVE = "binary_cross_entropy", "binary_cross_entropy_with_logits", "nll_loss"
@@ -22,33 +22,48 @@ _OF_INF = {
     "reciprocal": ("result", 0.0),
 }
 _BELOW = -1e-3  # rounding makes a loss of 0 a little less
+# Losses that take logits, and what makes probabilities of logits.
+_OF_LOGITS = "log_softmax", "binary_cross_entropy_with_logits"
+_NORMALISE = "softmax", "sigmoid"
+# What comes between a loss and its differences of outputs and targets, and how these are taken.
+_ELEMENTWISE = "abs", "div", "mean", "mul", "pow", "sqrt", "sum", "to"
+_DIFFERENCES = "expand", "huber_loss", "mse_loss", "rsub", "smooth_l1_loss", "sub", "to"
 
 
 @dataclass
 class ScaledLosses:
-    """The parameters that scaled losses reach, and the losses that should not be negative."""
+    """What the graphs of scaled losses show: the parameters that they reach, and mistakes."""
 
     is_whole: bool = True  # whether no part of a graph was hidden
     reached: set[int] = field(default_factory=set)  # ids of parameters
-    absorbed: list[str] = field(default_factory=list)  # the places that divide by an Inf of float16
+    mistakes: dict[str, str] = field(default_factory=dict)  # places by kind; see Sample.calls
     positive: list[tuple[str, Tensor]] = field(default_factory=list)  # operations and losses
 
     def add(self, loss: Tensor, line_of: Callable[[Tensor, Node], str | None]) -> None:
         """Add a loss that is scaled, before its backward pass; waits for the device."""
+
+        def note(kind: str, node: Node, rest: str = "") -> None:
+            if kind not in self.mistakes:
+                line = line_of(loss, node)
+                at = f" at {line}" if line else ""
+                self.mistakes[kind] = f"{differentiated(node.name())}{at}{rest}"
+
         for number, node in enumerate(nodes_from([loss.grad_fn])):
             hidden = is_opaque(node) or hasattr(type(node), "saved_tensors")
             if number == MOST_NODES or hidden:  # a Function of the user's may hide a backward pass
                 self.is_whole = False
-                return
+                break
             self.reached.add(id(getattr(node, "variable", None)))
-            if not self.absorbed and _divides_by_inf(node):
-                line = line_of(loss, node)
-                self.absorbed.append(
-                    f"{differentiated(node.name())}{f' at {line}' if line else ''}"
-                )
-        operation = _at_root(loss)
-        if operation is not None:
+            if "absorbed" not in self.mistakes and _divides_by_inf(node):
+                note("absorbed", node)
+            elif (inner := _normalised(node)) is not None:
+                note("twice", inner)
+        node, operation = _at_root(loss.grad_fn, _PASSED)
+        if operation in _NEVER_NEGATIVE:
             self.positive.append((operation, loss.detach()))
+        node, operation = _at_root(loss.grad_fn, _ELEMENTWISE)
+        if sizes := _broadcast(node, operation):
+            note("broadcast", node, sizes)
 
     def unscaled(self, parameters: Mapping[str, Tensor]) -> Iterable[str]:
         """The names of parameters whose gradients come from no scaled loss."""
@@ -57,9 +72,14 @@ class ScaledLosses:
             if not is_reached and largest(parameter.grad) != 0:
                 yield name
 
-    def negative(self) -> str | None:
-        """The operation of a loss that is negative and should not be; waits for the device."""
-        return next((by for by, loss in self.positive if float(loss.mean()) < _BELOW), None)
+    def calls(self, loss: float | None) -> Iterable[str]:
+        """The calls that suggest misuse, of an iteration with this loss; waits for the device."""
+        if any(float(each.mean()) < _BELOW for _, each in self.positive):
+            yield "negative"
+        for kind, place in self.mistakes.items():
+            if kind != "absorbed" or math.isfinite(loss or 0.0):
+                yield kind
+                yield f"{kind} {place}"
 
 
 def _divides_by_inf(node: Node) -> bool:
@@ -69,15 +89,57 @@ def _divides_by_inf(node: Node) -> bool:
     return kept is not None and dtype_name(kept) == "float16" and bool((kept.abs() == value).any())
 
 
-def _at_root(loss: Tensor) -> str | None:
-    """The operation that makes a loss, past factors and means; None if it is another one."""
-    node = loss.grad_fn
-    while node is not None:
+def _normalised(node: Node) -> Node | None:
+    """The softmax or sigmoid whose output a loss takes for logits; None if it takes another."""
+    if differentiated(node.name()) not in _OF_LOGITS:
+        return None
+    (node, *_) = _before(node) or [None]
+    while node is not None and is_form(node):
+        (node, *_) = _before(node) or [None]
+    return node if node is not None and differentiated(node.name()) in _NORMALISE else None
+
+
+def _broadcast(node: Node, operation: str) -> str:
+    """The sizes, if a loss compares each of n outputs with each of n targets.
+
+    One of them has the shape [n, 1], the other [n]. A parameter of shape [n] may be meant so.
+    """
+    while operation in _DIFFERENCES:
+        below = _before(node)
+        if len(below) != 1 or is_leaf(below[0]):
+            return ""
+        before, after = _shape_of(below[0]), _shape_of(node)
+        is_table = len(after) == 2 and after[0] == after[1] > 1
+        if is_table and before in (after[:1], (after[0], 1)):
+            return f" makes {list(after)} of {list(before)}"
+        (node,) = below
         operation = differentiated(node.name())
-        if operation in _NEVER_NEGATIVE:
-            return operation
-        following = [each for each, _ in node.next_functions if each is not None]
-        if operation not in _PASSED or len(following) != 1:
-            return None
-        (node,) = following
-    return None
+    return ""
+
+
+def _shape_of(node: Node) -> tuple[int, ...]:
+    """The shape of the tensor that a node makes; empty if it makes several."""
+    shapes = [tuple(made.shape) for made in getattr(node, "_input_metadata", ())]
+    return shapes[0] if len(shapes) == 1 else ()
+
+
+def _is_weighted(node: Node) -> bool:
+    """Whether a node multiplies its input by several numbers, such as those of a mask."""
+    factors = (saved(node, name) for name in ("self", "other"))
+    is_product = differentiated(node.name()) == "mul"
+    return is_product and any(each is not None and each.numel() > 1 for each in factors)
+
+
+def _before(node: Node) -> list[Node]:
+    """The nodes that made a node's inputs."""
+    return [each for each, _ in node.next_functions if each is not None]
+
+
+def _at_root(node: Node, passed: tuple[str, ...]) -> tuple[Node, str]:
+    """The node that makes a loss and its operation, past other operations that take one input."""
+    while node is not None:
+        operation, below = differentiated(node.name()), _before(node)
+        if operation not in passed or len(below) != 1 or _is_weighted(node):
+            return node, operation
+        (node,) = below
+    return None, ""

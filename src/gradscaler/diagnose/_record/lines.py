@@ -165,14 +165,17 @@ class Sample:
             ``"unscaled"``: like ``"switched"``, and no loss was scaled in between. ``"unzeroed"``:
             a backward pass added to gradients that a step had used; ``"unzeroed NAME"`` counts
             those of a module's optimizer. ``"still"``: all learning rates of a step were 0, though
-            its optimizer was made with others. ``"resumed"``: before the first
-            step, an optimizer had the state of an earlier run, but the scaler was new.
+            its optimizer was made with others. ``"renewed"``: a step gave an
+            optimizer its first state. ``"resumed"``: before the first step, an optimizer had the
+            state of an earlier run, but the scaler was new.
             ``"lossless"``: an eager scaler stepped, but no loss was scaled for it. ``"uphill"``:
             a learning rate was negative. ``"nonfinite SETTING"``: an optimizer's setting, such as
             ``"lr of group 0"``, was NaN or Inf. ``"negative"``: a loss was negative that never is
             for targets as they should be; counted at samples. ``"absorbed"``: a float16 divisor
-            was Inf, and the loss finite; counted at samples, and as ``"absorbed PLACE"``. Some
-            kinds count only before the first step. ``"idle"``: ``step`` found no gradient.
+            was Inf, and the loss finite. ``"twice"``: a loss takes probabilities for logits.
+            ``"broadcast"``: a loss compares each output of shape [n, 1] with each of n targets.
+            These three are counted at samples, and as ``"absorbed PLACE"``, for example. Some kinds
+            count only before the first step. ``"idle"``: ``step`` found no gradient.
             ``"raised"``: ``step`` or ``unscale_`` raised an error. ``"stepless"``: the parameters
             moved between two scaled losses. ``"disabled"``: the scaler is disabled, and a forward
             pass computed in float16.

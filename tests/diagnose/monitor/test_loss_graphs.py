@@ -1,0 +1,142 @@
+"""Mistakes that a monitor reads in the graph of a finite loss."""
+
+import warnings
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import nn
+from torch.nn.functional import (
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+    huber_loss,
+    l1_loss,
+    mse_loss,
+    nll_loss,
+    smooth_l1_loss,
+)
+
+from gradscaler.diagnose import Monitor
+from gradscaler.torch import GradScaler
+from tests.support.marked_lines import lines_marked_in
+
+pytestmark = [
+    pytest.mark.usefixtures("own_random_numbers_and_one_thread"),
+    pytest.mark.filterwarnings("ignore:Using a target size"),
+]
+line_with = lines_marked_in(__file__)
+SIZE = 8  # of a batch
+
+
+class Net(nn.Module):
+    """Its first output is a prediction, the others are logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, SIZE)
+        self.prototype = nn.Parameter(torch.zeros(SIZE))
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def judged(loss_of, scaler=None, dtype=None, steps=12):
+    """The verdict after training with a loss of outputs of shape [n, 1] and [n, n]."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with Monitor(scaler, model) as monitor, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # findings
+        for _ in range(steps):
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                table = model(torch.randn(SIZE, 4))
+                loss = loss_of(table[:, :1], table, model)
+            optimizer.zero_grad()
+            if scaler is None:
+                loss.backward()
+                optimizer.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+    return monitor.verdict
+
+
+TARGET = torch.arange(float(SIZE))
+CLASSES = torch.arange(SIZE) % 3
+BROADCASTS = {
+    "sub": lambda out, *_: ((out - TARGET) ** 2).mean(),  # sub
+    "weighted": lambda out, *_: (0.5 * (TARGET - out).pow(2)).sum() / SIZE,  # weighted
+    "absolute": lambda out, *_: (TARGET - out).abs().mean(),  # absolute
+    "root": lambda out, *_: mse_loss(out, TARGET).sqrt(),  # root
+    "l1": lambda out, *_: l1_loss(out, TARGET),  # l1
+    "huber": lambda out, *_: huber_loss(out, TARGET),  # huber
+    "smooth": lambda out, *_: smooth_l1_loss(out, TARGET),  # smooth
+    "targets": lambda out, *_: mse_loss(out.squeeze(1), TARGET[:, None]),  # targets
+    "tall": lambda out, *_: (out[:, 0] - TARGET[:, None]).square().mean(),  # tall
+}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("has_scaler", [False, True])
+@pytest.mark.parametrize("name", BROADCASTS)
+def test_a_loss_that_compares_each_output_with_each_target_is_told(name, has_scaler, dtype):
+    scaler = GradScaler("cpu", init_scale=8.0) if has_scaler else None
+    verdict = judged(BROADCASTS[name], scaler, dtype)
+    found = verdict.findings[0]
+    assert found.kind == "misuse", verdict
+    assert f"at {line_with(name)} makes [8, 8] of [8" in found.cause
+    assert "squeeze(-1)" in found.action
+    assert found.line == line_with(name)
+
+
+def reshaped_softmax(table):
+    return table.softmax(1).view(SIZE, SIZE).contiguous()  # reshaped
+
+
+def under_autocast(table):
+    return table.softmax(1).to(torch.bfloat16)  # autocast
+
+
+TWICE = {
+    "plain": lambda _, table, *__: cross_entropy(table.softmax(1), CLASSES),  # plain
+    "reshaped": lambda _, table, *__: cross_entropy(reshaped_softmax(table), CLASSES),
+    "autocast": lambda _, table, *__: cross_entropy(under_autocast(table), CLASSES),
+    "several": lambda out, t, *_: cross_entropy(t.softmax(1), CLASSES) + out.mean(),  # several
+    "sigmoid": lambda out, *_: binary_cross_entropy_with_logits(  # the call
+        out.sigmoid(),  # sigmoid
+        (TARGET > 3).float()[:, None],
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("name", TWICE)
+def test_a_loss_that_takes_probabilities_for_logits_is_told(name, dtype):
+    found = judged(TWICE[name], dtype=dtype).findings[0]
+    by = "sigmoid" if name == "sigmoid" else "softmax"
+    assert found.kind == "misuse"
+    assert f"the output of {by} at {line_with(name)}: it normalises them once more" in found.cause
+    assert f"Leave out this {by}" in found.action
+
+
+SOUND = {
+    "one shape": lambda out, *_: mse_loss(out, TARGET[:, None]),
+    "a table": lambda _, table, *__: mse_loss(table, torch.eye(SIZE)),
+    "distances": lambda out, *_: (out - out.squeeze(1)).square().mean(),
+    "kernel": lambda out, *_: (-((out - TARGET) ** 2)).exp().mean(),
+    "quantiles": lambda out, *_: (smooth_l1_loss(out, TARGET, reduction="none") * WEIGHTS).mean(),
+    "prototype": lambda out, table, model: mse_loss(model.prototype, table.detach()) + out.mean(),
+    "column for all": lambda out, *_: (out - torch.zeros(SIZE, 3)).square().mean(),
+    "logarithm": lambda _, table, *__: nll_loss(table.log_softmax(1), CLASSES),
+    "logarithm twice": lambda _, table, *__: cross_entropy(table.log_softmax(1), CLASSES),
+    "attention": lambda _, table, *__: cross_entropy(table.softmax(1) @ table, CLASSES),
+    "gate": lambda out, table, *_: cross_entropy(table * out.sigmoid(), CLASSES),
+}
+WEIGHTS = torch.rand(SIZE, SIZE)
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_loss_that_looks_alike_and_is_meant_so_is_not_told(name):
+    assert judged(SOUND[name]).kind == "normal"
