@@ -394,3 +394,21 @@ def test_a_later_failure_does_not_replace_what_a_watch_of_the_user_s_own_found()
     monitor.close()
     assert monitor.verdict.kind == "silent"
     assert "first seen in log at prepare.py:3" in monitor.verdict.text
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_weights_that_other_code_writes_are_told_if_the_loss_stands(is_written):
+    training = Training()
+    first = [p.detach().clone() for p in training.model.parameters()]
+    training.optimizer.param_groups[0]["lr"] = 0.05 if is_written else 1e-9
+
+    def loss_of(t):
+        for parameter, begin in zip(t.model.parameters(), first, strict=True):
+            if is_written:  # as an average of weights does, with source and target swapped
+                parameter.data.copy_(begin)
+        return mse_loss(t.outputs(), t.target)
+
+    with Monitor(model=training.model, tell=list) as monitor:
+        training.train(loss_of, 150)
+    assert monitor.verdict.kind == "normal"
+    assert ("weights change between the steps" in str(monitor.verdict)) == is_written

@@ -91,6 +91,7 @@ _BESIDE_BAD_STEPS: tuple[_Detector, ...] = (
     calls.without_scaling,
 )
 
+_FEW_SAMPLES = 2
 _ROSE = 2.0  # times the first loss; a batch's own loss often is a little larger
 _FELL = 0.05  # of the first loss, at least
 _EARLY, _LATEST = 10, 20  # steps, whose mean losses are compared, as one batch's own says little
@@ -221,6 +222,12 @@ def _whether_it_learns(evidence: Evidence) -> str:
     usual = fmean(losses[:_EARLY]) if is_whole else first
     if evidence.steps < _LONG or fmean(losses[-_LATEST:]) < usual - _FELL * abs(usual):
         return f"Nothing needs fixing: {went}."
+    if evidence.calls.get("overwritten", 0) >= _FEW_SAMPLES:
+        return (
+            f"{judged}, and weights change between the steps, too. If the loss should have fallen, "
+            "look for what writes into them, such as an average of weights with source and target "
+            "swapped, or load_state_dict()."
+        )
     ends = [rate for _, rate in (*evidence.rates[:1], *evidence.rates[-1:])]
     if ends and ends[-1] < _FADED * ends[0]:
         return (

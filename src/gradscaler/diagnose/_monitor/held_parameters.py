@@ -33,6 +33,7 @@ class HeldParameters:
         self.names: dict[int, str] = {}  # of optimizers, by their modules
         self._stepped: set[int] = set()
         self._parts: dict[str, NDArray[Any]] = {}  # at the sample before
+        self._left: dict[int, dict[str, NDArray[Any]]] = {}  # by an optimizer's latest sampled step
         self._version: int | None = None  # of the model's first trained parameter
 
     def note(self, optimizer: object, has_gradients: bool) -> None:
@@ -53,6 +54,17 @@ class HeldParameters:
         first = next((p for p in parameters if getattr(p, "requires_grad", False)), None)
         before, self._version = self._version, getattr(first, "_version", None)
         return before is not None and self._version != before
+
+    def note_left(self, optimizer: object) -> None:
+        """Note the parameters that an optimizer's step left."""
+        self._left[id(optimizer)] = _parts_of(self._parameters.named(optimizer))
+
+    def is_overwritten(self, optimizer: object) -> bool:
+        """Whether most parameters changed since the noted step, before the optimizer's next one."""
+        left = self._left.pop(id(optimizer), {})
+        now = _parts_of(self._parameters.named(optimizer)) if left else {}
+        changed = [n for n, part in left.items() if not np.array_equal(part, now.get(n, part))]
+        return 2 * len(changed) > len(left)
 
     def at_sample(self, optimizer: object) -> Optimizers:
         """What is known before a sampled step of an optimizer."""
@@ -87,7 +99,7 @@ class HeldParameters:
             if place > first and id(parameter) not in held and _is_used(parameter)
         }
         before = self._parts
-        self._parts = {n: np.array(sample_of(p, _FEW_ELEMENTS)) for n, p in rest.items()}
+        self._parts = _parts_of(rest)
         known = [name for name in rest if name in before]
         still = [name for name in known if np.array_equal(before[name], self._parts[name])]
         moved = {_module_of(name) for name in known if name not in still}
@@ -100,6 +112,10 @@ class HeldParameters:
         names = ["/" + name.replace(".", "/") for name in self._parameters.named(optimizer)]
         common = os.path.commonpath(names or ["/"])[1:].replace("/", ".")
         return common or type(optimizer).__name__
+
+
+def _parts_of(parameters: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:
+    return {name: np.array(sample_of(p, _FEW_ELEMENTS)) for name, p in parameters.items()}
 
 
 def rates_of(optimizer: object) -> list[float]:

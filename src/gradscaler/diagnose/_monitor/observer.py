@@ -162,6 +162,8 @@ class EagerObserver(StepSource):
             iteration.calls.append("still")
         if self._cut_off.is_looking:
             self._cut_off.note(self._named(optimizer))
+        if self._held.is_overwritten(optimizer):
+            iteration.calls.append("overwritten")
         if not getattr(optimizer, "state", True):
             iteration.new.add(id(optimizer))
 
@@ -180,6 +182,8 @@ class EagerObserver(StepSource):
             iteration.calls.append("renewed")
         if iteration.is_sampled:
             self._measure(optimizer)  # if a closure made the gradients
+            if self._sees_graph:
+                self._held.note_left(optimizer)
         is_watched = self._watch.step == iteration.number
         is_skip = (self.forensics or is_watched) and outcome.skipped  # may wait for the device
         if is_skip and (is_watched or self._inspects_next_skip):

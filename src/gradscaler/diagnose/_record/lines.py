@@ -165,9 +165,10 @@ class Sample:
             ``"unscaled"``: like ``"switched"``, and no loss was scaled in between. ``"unzeroed"``:
             a backward pass added to gradients that a step had used; ``"unzeroed NAME"`` counts
             those of a module's optimizer. ``"still"``: all learning rates of a step were 0, though
-            its optimizer was made with others. ``"renewed"``: a step gave an
-            optimizer its first state. ``"resumed"``: before the first step, an optimizer had the
-            state of an earlier run, but the scaler was new.
+            its optimizer was made with others. ``"renewed"``: a step gave an optimizer its first
+            state. ``"overwritten"``: most parameters changed between a sampled step and the next
+            one. ``"resumed"``: before the first step, an optimizer had the state of an earlier run,
+            but the scaler was new.
             ``"lossless"``: an eager scaler stepped, but no loss was scaled for it. ``"uphill"``:
             a learning rate was negative. ``"nonfinite SETTING"``: an optimizer's setting, such as
             ``"lr of group 0"``, was NaN or Inf. ``"negative"``: a loss was negative that never is
