@@ -1,15 +1,21 @@
-"""An observer of a scaler, which tells when a loss is scaled and when a step has ended."""
+"""An observer of a scaler, which tells of scaled losses, and when a step has ended."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 
 class ScalerWatch:
     """The first observer of a scaler. A monitor that its first call puts on hears of that loss."""
 
-    def __init__(self, scaled: Callable[[], None], ended: Callable[[], None]) -> None:
-        self._scaled, self._ended = scaled, ended
+    def __init__(
+        self,
+        scaled: Callable[[], None],
+        stepped: Callable[[Any], None],
+        ended: Callable[[], None],
+    ) -> None:
+        self._scaled, self._stepped, self._ended = scaled, stepped, ended
 
     def scaled(self, outputs: object, /) -> None:
         """Make the first call."""
@@ -22,11 +28,12 @@ class ScalerWatch:
         """Nothing to do."""
 
     def stepped(self, optimizer: object, outcome: object, /) -> None:
-        """Nothing to do."""
+        """Make the second call."""
+        self._stepped(optimizer)
 
     def updating(self) -> None:
         """Nothing to do."""
 
     def updated(self) -> None:
-        """Make the second call."""
+        """Make the third call."""
         self._ended()

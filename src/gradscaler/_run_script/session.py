@@ -13,16 +13,17 @@ from weakref import WeakSet
 
 from torch.optim import Optimizer
 
-from gradscaler._run_script import fastai
+from gradscaler._run_script import fastai, fresh_scalers
 from gradscaler._run_script.after_import import after_import
 from gradscaler._run_script.after_init import after_init
 from gradscaler._run_script.files import RunFiles
+from gradscaler._run_script.fresh_scalers import FreshScalers
 from gradscaler._run_script.left_out import loss_left_out
 from gradscaler._run_script.models import models_of
 from gradscaler._run_script.options import MOST_RUNS
 from gradscaler._run_script.scaler_watch import ScalerWatch
 from gradscaler._run_script.termination import before_termination
-from gradscaler._run_script.voice import guarded, say_no_step
+from gradscaler._run_script.voice import guarded, say, say_no_step
 from gradscaler._run_script.watched_run import WatchedRun
 from gradscaler.diagnose._graph.lines import Tracebacks
 from gradscaler.diagnose._monitor import backward_calls
@@ -47,6 +48,7 @@ class Session:
         self._known: set[int] = set()  # ids of its parameters
         self._runs: dict[int, WatchedRun] = {}
         self._num_runs = 0
+        self._scalers = FreshScalers()
         self._lines = Tracebacks()  # of the first forward pass, which comes before the monitor
 
     def start(self) -> None:
@@ -85,8 +87,9 @@ class Session:
 
     def _see_scaler(self, scaler: GradScaler) -> None:
         if not self._is_off:
-            calls = partial(self._begin_scaled, scaler), partial(self._end_step, id(scaler))
-            scaler.add_observer(ScalerWatch(*calls))
+            key, begin = id(scaler), partial(self._begin_scaled, scaler)
+            stepped, ended = partial(self._scalers.note, key), partial(self._end_step, key)
+            scaler.add_observer(ScalerWatch(begin, stepped, ended))
 
     def before_backward(self, losses: Sequence[Any]) -> None:
         """Begin the run of a loop without a scaler, which hears of this backward pass, too."""
@@ -98,8 +101,20 @@ class Session:
         """Nothing to do."""
 
     def _begin_scaled(self, scaler: GradScaler) -> None:
-        if not self._is_off and (self._new or id(scaler) not in self._runs):
+        if self._is_off or not (self._new or id(scaler) not in self._runs):
+            return
+        if self._scalers.are_made_each_step:
+            self._give_up()
+        else:
             self._begin(id(scaler), scaler)
+
+    def _give_up(self) -> None:
+        """Watch no more, as each scaler makes a step alone, whose file shows nothing."""
+        self._num_runs = MOST_RUNS
+        runs, self._runs = self._runs, {}
+        for run in runs.values():
+            guarded(run.discard)
+        say(f"{fresh_scalers.CAUSE} {fresh_scalers.ACTION}")
 
     def _end_step(self, key: int) -> None:
         if key in self._runs:
@@ -132,6 +147,8 @@ class Session:
         if os.getpid() == self._process:
             guarded(self._see_left_out)
             self._end_runs()
+            if self._scalers.are_made_each_step:
+                say(f"as said above: {fresh_scalers.CAUSE}")
             if not self._num_runs:
                 self._num_runs = MOST_RUNS
                 say_no_step(self._options)

@@ -78,6 +78,14 @@ class WatchedRun:
         self._is_over = True
         self._monitor.leave_out(loss)
 
+    def discard(self) -> None:
+        """Close the file, and remove it."""
+        self._is_over = True
+        if self._watch is not None:
+            self._watch.close()
+        self._monitor.close()
+        self._path.unlink(missing_ok=True)
+
     def end(self) -> None:
         """Close the file, and print the verdict; a run without a step leaves no file."""
         self._is_over = True

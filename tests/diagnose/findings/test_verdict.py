@@ -151,6 +151,9 @@ def in_loss(operation, num_inf=3, largest=6e4, dtype="float16", size=64):
             "0 / 0 is NaN: clamp the divisor (an empty mask",
         ),
         (in_loss("div"), "clamp the divisor (an empty mask, a deviation or norm of 0); an eps"),
+        (in_loss("div", dtype="bfloat16"), "it in float32, as 1 - 1e-3 is 1 in bfloat16"),
+        (in_loss("log1p", dtype="float32"), "log1p of -1 is -Inf"),
+        (in_loss("log1p", dtype="bfloat16"), "rounds 1 - 1e-6 to 1: take 1 - 2**-8"),
         (in_loss("div", dtype="complex64"), "clamp the divisor (an empty mask, a deviation or"),
         (replace(in_loss("div"), smallest_divisor=0.01), "divide by a larger number"),
         (in_loss("matmul"), "queries by the root of their width"),
@@ -190,7 +193,7 @@ def slope_of(operation, dtype="float16"):
         (slope_of("sqrt"), "Inf, also in where()'s other branch; an eps below 3e-8 is 0"),
         (slope_of("sqrt", "float32"), "its slope at 0 is Inf, also in where()'s other branch."),
         (slope_of("log1p", "bfloat16"), "bfloat16 rounds 1 - 1e-6 to 1: take 1 - 2**-8, or"),
-        (slope_of("linalg_svd"), "where singular values are equal or 0."),
+        (slope_of("linalg_svd"), "values are equal or 0: take the values alone"),
         (slope_of("hook"), "by the gradient of what a hook changed at train.py:7"),
     ],
 )

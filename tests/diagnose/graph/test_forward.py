@@ -82,6 +82,20 @@ def masked_row(model, x):
     return scores.softmax(-1).square().mean()  # masked_row
 
 
+def test_an_inf_that_a_difference_makes_negative_is_followed_through_unknown_sums():
+    """As of an action of 1 under the inverse of tanh, in a density that is weighted."""
+    data = torch.full((8, 4), math.inf)
+
+    def loss_of(model, x):
+        out = model(x)
+        density = -((data - out) ** 2) / 2 - out.exp().log()  # density
+        weights = torch.ones(8)
+        return -(weights * (density - 1.0).sum(-1)).mean()
+
+    found = located(Net(), loss_of)
+    assert (found.kind, found.operation, found.line) == ("input", "sub", line_with("density"))
+
+
 @pytest.mark.parametrize(
     ("loss_of", "operation"),
     [

@@ -145,6 +145,12 @@ NO_SLOPE = {
         lambda z: torch.linalg.slogdet(torch.diag_embed(z[:, :2]))[1].clamp(min=-5.0),
         "matrix is singular",
     ),
+    # At a share of 0, all values are equal.
+    "linalg_eigh": (
+        lambda z: torch.linalg.eigh(z.T @ z)[1],
+        "no slope where eigenvalues are equal",
+    ),
+    "linalg_svd": (lambda z: torch.linalg.svd(z)[2], "where singular values are equal or 0"),
 }
 
 

@@ -247,6 +247,23 @@ def gradients_of_zero(t):
     return mse_loss(t.outputs().float() * (t.step < 5), t.target)
 
 
+@fails("dead", r"2 matrices, 0.weight and 2.weight first, are all 0", r"random numbers")
+def matrices_that_are_all_zero(t):
+    if t.step == 1:
+        for parameter in t.model.parameters():
+            nn.init.zeros_(parameter)
+            parameter.requires_grad_(parameter.ndim > 1)
+    return mse_loss(t.outputs().float(), t.target)
+
+
+@fails(
+    "divergence", r"while the learning rate grew from", r"the learning rate or what raises it"
+)
+def a_warm_up_that_adds_up(t):
+    t.optimizer.param_groups[0]["lr"] = 0.05 * 2.0**t.step
+    return mse_loss(t.outputs().float(), t.target)
+
+
 @fails("misuse", r"the backward pass added to the gradients", r"optimizer.zero_grad\(\)")
 def gradients_that_are_never_zeroed(t):
     t.optimizer.zero_grad = lambda: None
@@ -301,6 +318,13 @@ def with_larger_targets_later(t):
     return mse_loss(t.outputs().float(), t.target * (1e4 if t.step > 30 else 1))
 
 
+def with_a_frozen_layer_that_keeps_its_last_gradient(t):
+    if t.step == 3:
+        t.model[2].weight.requires_grad_(False)
+        t.optimizer = torch.optim.SGD([t.model[0].weight, t.model[2].bias], lr=0.05)
+    return healthy(t)
+
+
 def with_an_optimizer_without_a_state_of_its_own_in_each_step(t):
     t.optimizer = torch.optim.SGD(t.model.parameters(), lr=1e-3)
     return healthy(t)
@@ -339,6 +363,7 @@ def with_gradients_that_are_cleaned(t):
         with_a_spike,
         with_another_loss_later,
         with_larger_targets_later,
+        with_a_frozen_layer_that_keeps_its_last_gradient,
         with_an_optimizer_without_a_state_of_its_own_in_each_step,
         of_classes,
         with_a_nan_that_is_left_out,

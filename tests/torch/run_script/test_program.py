@@ -187,3 +187,34 @@ def test_what_a_script_does_with_its_stderr_hides_no_finding_and_holds_none(star
     said = " ".join(error.split())
     assert said.count("by the gradient of sqrt at script.py:6") == 2
     assert "gradscaler: after 4 steps, as said above" in said
+
+
+FRESH = """
+    import torch
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu")
+    for step in range(40):
+        if step % {every} == 0:
+            scaler = torch.amp.GradScaler("cpu")
+        loss = model(torch.ones(4, 2)).sum()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+
+
+@pytest.mark.parametrize("every", [1, 8])
+def test_a_scaler_that_is_made_for_each_step_is_told(started, tmp_path, every):
+    process = started(["script.py"], FRESH.format(every=every))
+    _, said = process.communicate(timeout=60)
+    files = list(tmp_path.glob("gradscaler-runs/*.jsonl"))
+    assert process.returncode == 0
+    if every == 1:
+        assert said.count("makes a new GradScaler for each step") == 2  # when it is seen, and last
+        assert said.count("Make the scaler once, before the loop.") == 1
+        assert files == []
+    else:  # such as one for each epoch, whose steps its own file shows
+        assert "new GradScaler" not in said
+        assert len(files) == 5

@@ -60,6 +60,9 @@ _LOG_OF_0 = (
     "the input of the logarithm is 0: clamp it to a small number, or take logits (cross_entropy, "
     "log_softmax, logsigmoid)"
 )
+_LOG1P = (
+    "log1p of -1 is -Inf, of less NaN: clamp its input to more than -1, in float32 by at least 1e-6"
+)
 _ROOT_OF_NEGATIVE = (
     "the root of a negative number is NaN, as where a variance is a difference of large squares: "
     "clamp its input at 0, or compute it in float32"
@@ -70,6 +73,7 @@ _0_BY_0 = "0 / 0 is NaN: clamp the divisor (an empty mask, a deviation or norm o
 _LOST_EPS = "an eps below 3e-8 is 0: add 1e-5"  # in float16
 _LOST_IN_BFLOAT16 = "bfloat16 rounds 1 - 1e-6 to 1: take 1 - 2**-8, or float32"
 _DIVISION = "clamp the divisor (an empty mask, a deviation or norm of 0)"
+_DIVISION_IN_BFLOAT16 = "compute it in float32, as 1 - 1e-3 is 1 in bfloat16"
 _QUOTIENT = "divide by a larger number, or compute the quotient in float32"
 _RSQRT = "1 / sqrt of 0 is Inf, and of a negative number NaN"
 _NAN = (
@@ -92,13 +96,15 @@ _FORWARD = {
     "softmax log_softmax scaled_dot_product logsumexp": _MASKED,
     "exp": _EXP_IN_FLOAT32,
     "log": _LOG,
+    "log1p": _LOG1P,
     "div reciprocal normalize": _DIVISION,
     "weight_norm": "the norm of a row of weights is 0: initialise them with other numbers than 0",
     "rsqrt": _RSQRT,
     "sqrt": _ROOT_OF_NEGATIVE,
     "acos asin": "rounding takes a cosine or sine beyond 1: clamp it to within -1 and 1 before "
     "this",
-    "atanh erfinv": "it is Inf at 1 and -1, and NaN beyond: clamp its input to less than that",
+    "atanh erfinv": "it is Inf at 1 and -1, and NaN beyond: clamp its input to less than that, in "
+    "float32 by at least 1e-6",
     "cross_entropy nll_loss": "a class masked with -inf costs Inf: mask with a large finite number",
     "ctc_loss": "a target that is longer than its input has no alignment: set zero_infinity=True, "
     "or leave such samples out",
@@ -148,8 +154,10 @@ _BACKWARD = {
     "exp": _EXP_IN_FLOAT32,
     "softmax": _MASKED,
     "hook": "look there for a division by 0, such as by the norm of a gradient of 0",
-    "linalg_svd": "its vectors have no slope where singular values are equal or 0",
-    "linalg_eigh": "its vectors have no slope where eigenvalues are equal",
+    "linalg_svd": "its vectors have no slope where singular values are equal or 0: take the values "
+    "alone (svdvals), or detach() the vectors",
+    "linalg_eig": "its vectors have no slope where eigenvalues are equal, as several of 0 are: "
+    "take cholesky() of the matrix plus a small multiple of the identity, or detach() the vectors",
 }
 _BACKWARD_IN_FLOAT16 = {"exp": _EXP}
 _AT_0 = _DIVISION, _RSQRT, _SLOPE, _LOG_SLOPE, _POWER_SLOPE
@@ -282,8 +290,10 @@ def _named(
     advice = named[longest]
     where = hidden if advice in (*_AT_0, _ANGLE_SLOPE) else ""
     lost_eps = f"; {_LOST_EPS}" if is_in_float16 and advice in (*_AT_0, _LOG, _LOG_OF_0) else ""
-    if located.dtype == "bfloat16" and advice in (_LOG, _LOG_OF_0, _LOG_SLOPE):
+    if located.dtype == "bfloat16" and advice in (_LOG, _LOG1P, _LOG_OF_0, _LOG_SLOPE):
         lost_eps = f"; {_LOST_IN_BFLOAT16}"
+    if located.dtype == "bfloat16" and advice in (_DIVISION, _0_BY_0):
+        lost_eps = f"; {_DIVISION_IN_BFLOAT16}"
     return f"{advice}{where}{lost_eps}"
 
 

@@ -110,9 +110,23 @@ def dead(evidence: Evidence) -> Finding | None:
         where = _nearest_the_loss(parameters)
         which = f"The gradients of {len(zeros)} of {len(parameters)} parameters, {zeros[0]} first,"
         zeroed, none_small = "", ", and no gradient is small"
+    cause = f"{which} are exactly 0 in step {sample.step}{at_scale}{none_small}"
+    blank = () if sample.optimizers is None else sample.optimizers.blank
+    if len(blank) > 1:
+        return Finding(
+            "dead",
+            f"{cause}: {len(blank)} matrices, {blank[0]} and {blank[1]} first, are all 0 "
+            "themselves, and the gradient of each is a product with another.",
+            _whatever_the_scale(
+                "start all but one factor of a product from random numbers (of LoRA's A and B, "
+                "only B from 0)",
+                evidence,
+            ),
+            blank[0],
+        )
     return Finding(
         "dead",
-        f"{which} are exactly 0 in step {sample.step}{at_scale}{none_small}.",
+        f"{cause}.",
         _whatever_the_scale(
             f"look for {zeroed}an operation without a slope before the loss: ReLUs that are all "
             "off (biases, learning rate), a clamp, rounding, argmax, a saturated function, or "

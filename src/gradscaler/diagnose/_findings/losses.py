@@ -101,12 +101,14 @@ def diverged(evidence: Evidence) -> Finding | None:
         return None
     first_bad = f" (first in {where}{at})" if where else ""
     go = "It diverges at any scale: go" if evidence.has_scaler else "Go"
+    lower = "lower the learning rate or warm it up"
+    if rate:
+        lower = "lower the learning rate or what raises it"
     return Finding(
         "divergence",
         f"The {' and the '.join(grew)}{rate}, until numbers {became}{first_bad} and "
         f"{_end_of(evidence)}.",
-        f"{go} back to an earlier checkpoint, lower the learning rate or warm it up, and clip "
-        "gradients.",
+        f"{go} back to an earlier checkpoint, {lower}, and clip gradients.",
         where,
         count=evidence.skips_in_a_row,
     )

@@ -152,18 +152,23 @@ def _makes_no_mask(node: Node, edge: _Edge, values: Values) -> bool:
 
 def _behind(node: Node, values: Values) -> list[_Edge]:
     """The unknown results that a node may have its Inf or NaN from, and bad ones behind these."""
-    waiting, seen, found = list(node.next_functions), set[Node](), list[_Edge]()
+    waiting, seen, found = _inputs_of(node), set[Node](), list[_Edge]()
     while waiting:
-        edge = waiting.pop()
+        reader, edge = waiting.pop()
         if edge[0] is None or edge[0] in seen:
             continue
         seen.add(edge[0])
         value = values.reading(*edge)
         if value is None:
-            waiting += edge[0].next_functions
-        if value is None or value.state == "bad":
+            waiting += _inputs_of(edge[0])
+        is_mask = value is not None and value.state == "mask"
+        if value is None or value.state == "bad" or (is_mask and _is_guilty(reader, edge, values)):
             found.append(edge)
     return sorted(found, key=_order)
+
+
+def _inputs_of(node: Node) -> list[tuple[Node, _Edge]]:
+    return [(node, edge) for edge in node.next_functions]
 
 
 def _order(edge: _Edge) -> int:

@@ -21,8 +21,9 @@ _POLES: dict[str, tuple[str, tuple[float, ...]]] = {
     r"acos|asin|atanh|erfinv|acosh": ("self", (-1.0, 1.0)),
 }
 _NO_SLOPE = re.compile("svd|eig|(^|_)qr")  # where singular values or eigenvalues are equal
+_IN_ORDER = {"linalg_eigh": "eigenvalues", "linalg_svd": "S"}  # these, by operation
 
-STEEP = "|".join(_POLES)
+STEEP = "|".join((*_POLES, *_IN_ORDER))
 """A pattern of the operations whose slope is Inf or NaN at some numbers that their node keeps."""
 
 
@@ -72,13 +73,15 @@ def is_at_pole(node: Node, tensors: Mapping[str, Tensor] | None = None) -> bool:
 
     ``tensors`` are those that it has kept, if they may be freed by now.
     """
-    name, poles = _poles_of(node)
-    if not name:
+    (name, poles), in_order = _poles_of(node), _IN_ORDER.get(operation_of(node), "")
+    if not name and not in_order:
         return False
     known = kept(node, may_unpack=True) if tensors is None else tensors
-    found, exponent = known.get(name), known.get("exponent")
+    found, exponent = known.get(name or in_order), known.get("exponent")
     if found is None:
         return False
+    if in_order:
+        return bool((found.diff() == 0).any())
     if exponent is not None:  # the slope in an exponent that is learned is NaN below 0
         is_learned = node.next_functions[1][0] is not None
         return bool(((found == 0) & (exponent < 1) | (found < 0) & is_learned).any())

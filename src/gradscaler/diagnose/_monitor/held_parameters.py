@@ -72,7 +72,8 @@ class HeldParameters:
         idle = {self.names[key]: count for key, count in self._idle.items()}
         rate = max(rates_of(optimizer), default=None)
         weights = self._parameters.growth_of_matrices(optimizer)
-        return Optimizers(idle, self._outside(), rate, weights=weights)
+        blank = tuple(n for n, p in self._parameters.named(optimizer).items() if _is_blank(p))
+        return Optimizers(idle, self._outside(), rate, weights=weights, blank=blank)
 
     def holds_any(self, optimizer: object) -> bool:
         """Whether an optimizer holds a parameter of the model, if there is one."""
@@ -145,6 +146,16 @@ def _module_of(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-def _is_used(parameter: Tensor) -> bool:
+def _is_blank(parameter: Tensor) -> bool:
+    """Whether a matrix is all 0, and its gradient, too."""
     gradient = getattr(parameter, "grad", None)
-    return gradient is not None and bool(largest(gradient) != 0)
+    if gradient is None or parameter.ndim < 2 or np.any(sample_of(parameter, _FEW_ELEMENTS)):
+        return False
+    return not largest(parameter) and not largest(gradient)
+
+
+def _is_used(parameter: Tensor) -> bool:
+    """Whether a parameter is trained, and has a gradient; one that was frozen may keep its last."""
+    gradient = getattr(parameter, "grad", None)
+    is_kept = gradient is None or not getattr(parameter, "requires_grad", True)
+    return not is_kept and bool(largest(gradient) != 0)

@@ -126,6 +126,7 @@ class Optimizers:
         unscaled: the names of parameters with a gradient that no scaled loss reaches.
         weights: the norm of an optimizer's matrices before its first step, and now; None if it was
             not taken.
+        blank: the names of its matrices that are all 0, as their gradients are.
     """
 
     idle: Mapping[str, int] = field(default_factory=dict)
@@ -133,6 +134,7 @@ class Optimizers:
     rate: float | None = None
     unscaled: tuple[str, ...] = ()
     weights: tuple[Magnitude, Magnitude] | None = None
+    blank: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
