@@ -63,6 +63,10 @@ def judged(loss_of, scaler=None, dtype=None, steps=12):
     return monitor.verdict
 
 
+def value_loss(out):
+    return 0.5 * (TARGET - out).pow(2).mean()  # critic
+
+
 TARGET = torch.arange(float(SIZE))
 CLASSES = torch.arange(SIZE) % 3
 BROADCASTS = {
@@ -74,6 +78,7 @@ BROADCASTS = {
     "huber": lambda out, *_: huber_loss(out, TARGET),  # huber
     "smooth": lambda out, *_: smooth_l1_loss(out, TARGET),  # smooth
     "targets": lambda out, *_: mse_loss(out.squeeze(1), TARGET[:, None]),  # targets
+    "critic": lambda out, table, *_: value_loss(out) - table.log_softmax(1)[:, 1].mean(),
     "tall": lambda out, *_: (out[:, 0] - TARGET[:, None]).square().mean(),  # tall
 }
 

@@ -256,9 +256,7 @@ def matrices_that_are_all_zero(t):
     return mse_loss(t.outputs().float(), t.target)
 
 
-@fails(
-    "divergence", r"while the learning rate grew from", r"the learning rate or what raises it"
-)
+@fails("divergence", r"while the learning rate grew from", r"the learning rate or what raises it")
 def a_warm_up_that_adds_up(t):
     t.optimizer.param_groups[0]["lr"] = 0.05 * 2.0**t.step
     return mse_loss(t.outputs().float(), t.target)

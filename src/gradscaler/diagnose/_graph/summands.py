@@ -15,18 +15,18 @@ def summand_of(node: Node, loss: Node) -> tuple[int, list[Node]] | None:
 
     None if the loss has no summands, or if several have the node as a part.
     """
-    summands = list(dict.fromkeys(_summands(loss)))
+    summands = list(dict.fromkeys(summands_of(loss)))
     places = [n for n, each in enumerate(summands) if node in nodes_from([each])]
     return (places[0], summands) if len(places) == 1 and len(summands) > 1 else None
 
 
-def _summands(node: Node) -> list[Node]:
+def summands_of(node: Node) -> list[Node]:
     """What a node adds up, in the order of the code."""
     while True:
         below = [each for each, _ in node.next_functions if each is not None]
         operation = operation_of(node)
         if operation in (*_ADDS, *_STACKS) and len(below) > 1:
-            return [summand for each in below for summand in _summands(each)]
+            return [summand for each in below for summand in summands_of(each)]
         inner = operation_of(below[0]) if len(below) == 1 else None
         is_sum_of_stack = operation in ("sum", "mean") and inner in _STACKS
         is_alone = operation in (*_ADDS, *_WEIGHS) or is_form(node)

@@ -10,6 +10,7 @@ from gradscaler.diagnose._gradients.arrays import dtype_name
 from gradscaler.diagnose._gradients.reading import Tensor, largest
 from gradscaler.diagnose._graph.call_site import Node, differentiated, is_form
 from gradscaler.diagnose._graph.nodes import MOST_NODES, is_leaf, is_opaque, nodes_from, saved
+from gradscaler.diagnose._graph.summands import summands_of
 
 # Losses that are never negative for targets and inputs as they should be.
 _NEVER_NEGATIVE = "binary_cross_entropy", "binary_cross_entropy_with_logits", "nll_loss"
@@ -41,29 +42,33 @@ class ScaledLosses:
 
     def add(self, loss: Tensor, line_of: Callable[[Tensor, Node], str | None]) -> None:
         """Add a loss that is scaled, before its backward pass; waits for the device."""
+        self.is_whole &= self._add_nodes(loss, line_of)
+        if loss.grad_fn is None:
+            return
+        _, operation = _at_root(loss.grad_fn, _PASSED)
+        if operation in _NEVER_NEGATIVE:
+            self.positive.append((operation, loss.detach()))
+        for summand in summands_of(loss.grad_fn):
+            node, operation = _at_root(summand, _ELEMENTWISE)
+            if sizes := _broadcast(node, operation):
+                self._note("broadcast", node, line_of(loss, node), sizes)
 
-        def note(kind: str, node: Node, rest: str = "") -> None:
-            if kind not in self.mistakes:
-                line = line_of(loss, node)
-                at = f" at {line}" if line else ""
-                self.mistakes[kind] = f"{differentiated(node.name())}{at}{rest}"
-
+    def _add_nodes(self, loss: Tensor, line_of: Callable[[Tensor, Node], str | None]) -> bool:
+        """Add the nodes of a loss; False if a part of its graph is hidden."""
         for number, node in enumerate(nodes_from([loss.grad_fn])):
             hidden = is_opaque(node) or hasattr(type(node), "saved_tensors")
             if number == MOST_NODES or hidden:  # a Function of the user's may hide a backward pass
-                self.is_whole = False
-                break
+                return False
             self.reached.add(id(getattr(node, "variable", None)))
             if "absorbed" not in self.mistakes and _divides_by_inf(node):
-                note("absorbed", node)
+                self._note("absorbed", node, line_of(loss, node))
             elif (inner := _normalised(node)) is not None:
-                note("twice", inner)
-        node, operation = _at_root(loss.grad_fn, _PASSED)
-        if operation in _NEVER_NEGATIVE:
-            self.positive.append((operation, loss.detach()))
-        node, operation = _at_root(loss.grad_fn, _ELEMENTWISE)
-        if sizes := _broadcast(node, operation):
-            note("broadcast", node, sizes)
+                self._note("twice", inner, line_of(loss, inner))
+        return True
+
+    def _note(self, kind: str, node: Node, line: str | None, rest: str = "") -> None:
+        at = f" at {line}" if line else ""
+        self.mistakes.setdefault(kind, f"{differentiated(node.name())}{at}{rest}")
 
     def unscaled(self, parameters: Mapping[str, Tensor]) -> Iterable[str]:
         """The names of parameters whose gradients come from no scaled loss."""
