@@ -126,6 +126,12 @@ def test_a_loss_that_takes_probabilities_for_logits_is_told(name, dtype):
     assert f"Leave out this {by}" in found.action
 
 
+def test_probabilities_over_the_batch_are_told():
+    found = judged(lambda _, table, *__: nll_loss(table.log_softmax(0), CLASSES)).findings[0]  # dim
+    assert f"log_softmax at {line_with('dim')} is along dim 0" in found.cause
+    assert "dim=1" in found.action
+
+
 SOUND = {
     "one shape": lambda out, *_: mse_loss(out, TARGET[:, None]),
     "a table": lambda _, table, *__: mse_loss(table, torch.eye(SIZE)),

@@ -247,6 +247,15 @@ def gradients_of_zero(t):
     return mse_loss(t.outputs().float() * (t.step < 5), t.target)
 
 
+@fails(
+    "parameter", r"divides by an eps of 0, and 0 / 0 is NaN where a gradient is 0", r"eps to 1e-8"
+)
+def an_eps_of_zero(t):
+    if t.step == 1:
+        t.optimizer = torch.optim.Adam(t.model.parameters(), lr=1e-3, eps=0.0)
+    return t.outputs().float()[:, 1:].square().mean()
+
+
 @fails("dead", r"2 matrices, 0.weight and 2.weight first, are all 0", r"random numbers")
 def matrices_that_are_all_zero(t):
     if t.step == 1:
@@ -435,3 +444,43 @@ def test_weights_that_other_code_writes_are_told_if_the_loss_stands(is_written):
         training.train(loss_of, 150)
     assert monitor.verdict.kind == "normal"
     assert ("weights change between the steps" in str(monitor.verdict)) == is_written
+
+
+class InAList(nn.Module):
+    """Its first layers are in no module."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+def deep():
+    layers = [each for _ in range(12) for each in (nn.Linear(4, 4), nn.Sigmoid())]
+    return nn.Sequential(*layers, nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("model", "hint"),
+    [
+        (InAList, r"neither the model nor an optimizer holds: 4 \(of shape \[4, 4\] first\)"),
+        (
+            deep,
+            r"gradients vanish on their way: those of \d\.\w+ are at most 2\*\*-\d\d, those of 24",
+        ),
+        (lambda: nn.Linear(4, 4), "at a learning rate of 1e-09. If it should have fallen"),
+    ],
+)
+def test_what_may_keep_a_loss_from_falling_is_said(model, hint):
+    training = Training()
+    training.model = model()
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=1e-9)
+    with Monitor(model=training.model, tell=list) as monitor:
+        training.train(lambda t: mse_loss(t.model(torch.ones(8, 4)), torch.zeros(8, 4)), 150)
+    assert monitor.verdict.kind == "normal"
+    assert re.search(hint, str(monitor.verdict))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from statistics import fmean
 
 from gradscaler.diagnose._findings import (
     calls,
@@ -17,6 +16,7 @@ from gradscaler.diagnose._findings.advice import seen_in
 from gradscaler.diagnose._findings.bad_steps import applied
 from gradscaler.diagnose._findings.caught import caught
 from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._findings.learning import whether_it_learns
 from gradscaler.diagnose._findings.nan_skips import nan_gradient, nan_skips
 from gradscaler.diagnose._findings.skips_in_a_row import (
     EXPLAIN_ALL,
@@ -45,7 +45,7 @@ _GROUPS: tuple[tuple[_Detector, ...], ...] = (
     (calls.restarted,),
     (losses.silent, losses.diverged, losses.ran_away, losses.died, over_time.data, caught),
     (loss_graphs.absorbed,),
-    (loss_graphs.normalised_twice, loss_graphs.broadcast),
+    (loss_graphs.normalised_twice, loss_graphs.across, loss_graphs.broadcast),
     (gradient_values.cut_off, gradient_values.dead),
     (calls.stalled,),
     (calls.full_precision, calls.without_scaling),
@@ -91,12 +91,6 @@ _BESIDE_BAD_STEPS: tuple[_Detector, ...] = (
     calls.without_scaling,
 )
 
-_FEW_SAMPLES = 2
-_ROSE = 2.0  # times the first loss; a batch's own loss often is a little larger
-_FELL = 0.05  # of the first loss, at least
-_EARLY, _LATEST = 10, 20  # steps, whose mean losses are compared, as one batch's own says little
-_FADED = 1e-6  # times the first learning rate
-_LONG = 100  # steps, in which a loss falls
 _SHORT = 50  # steps; the last one that a monitor samples early
 
 
@@ -199,44 +193,10 @@ def _nothing(evidence: Evidence) -> str:
         seen = "skips and losses" if evidence.has_scaler else "losses"
         return f"No gradients were read; {seen} show nothing that needs fixing."
     if not evidence.missing:
-        return "Nothing needs fixing." if evidence.has_scaler else _whether_it_learns(evidence)
+        return "Nothing needs fixing." if evidence.has_scaler else whether_it_learns(evidence)
     first, *rest = evidence.missing
     those = f"{first} and {len(rest)} more" if rest else first
     return (
         f"Nothing needs fixing, unless {those} should be trained: no sample holds a gradient of "
         "them."
-    )
-
-
-def _whether_it_learns(evidence: Evidence) -> str:
-    """The first and the latest loss, as finite numbers alone do not make a training good."""
-    losses = [step.loss for step in evidence.past if step.loss is not None]
-    first = evidence.first and evidence.first.loss
-    if first is None or not losses:
-        return "Nothing needs fixing."
-    went = f"the loss went from {first:g} to {losses[-1]:g}"
-    judged = f"Nothing else was judged: {went}"
-    if losses[-1] > _ROSE * abs(first):
-        return f"{judged}. If it should have fallen, lower the learning rate."
-    is_whole = evidence.steps == len(evidence.past)
-    usual = fmean(losses[:_EARLY]) if is_whole else first
-    if evidence.steps < _LONG or fmean(losses[-_LATEST:]) < usual - _FELL * abs(usual):
-        return f"Nothing needs fixing: {went}."
-    if evidence.calls.get("overwritten", 0) >= _FEW_SAMPLES:
-        return (
-            f"{judged}, and weights change between the steps, too. If the loss should have fallen, "
-            "look for what writes into them, such as an average of weights with source and target "
-            "swapped, or load_state_dict()."
-        )
-    ends = [rate for _, rate in (*evidence.rates[:1], *evidence.rates[-1:])]
-    if ends and ends[-1] < _FADED * ends[0]:
-        return (
-            f"{judged} while the learning rate fell from {ends[0]:g} to {ends[-1]:g}. Step its "
-            "schedule once an epoch, or let it end at a larger rate."
-        )
-    rates = " to ".join(dict.fromkeys(f"{rate:g}" for rate in ends))
-    rate = f", at a learning rate of {rates}" if ends else ""
-    return (
-        f"{judged}{rate}. If it should have fallen, look at the learning rate, clipping, inputs "
-        "and targets."
     )

@@ -54,6 +54,7 @@ def applied(evidence: Evidence) -> Finding | None:
         _within(bad, this)
         or bad_parameter(then, f"so {so}")
         or (None if _is_input(then.located) else diverged(then))
+        or bad_parameter(replace(then, parameter=bad.parameter), f"so {so}")
         or _of_large_numbers(then, so)
         or of_forward_pass(then, so)
         or of_loss(then, so_of_loss)

@@ -43,7 +43,7 @@ class Evidence:
     min_scale: float | None = None  # the scale's lower limit, if known
     parameter: str | None = None  # the name of a parameter or a buffer that is not finite
     state: str | None = None  # the name of an optimizer's state that is not finite
-    lost_eps: float | None = None  # an optimizer's eps that rounds to 0 in float16
+    lost_eps: float | None = None  # an optimizer's eps that is 0, also in its float16
     weights: tuple[float, float] | None = None  # the parameters' norm, first and in that streak
     located: Located | None = None  # the first Inf or NaN of that streak
     is_replayed: bool = False  # whether a replay found `located`, which knows no modules

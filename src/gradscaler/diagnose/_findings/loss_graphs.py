@@ -27,7 +27,7 @@ def absorbed(evidence: Evidence) -> Finding | None:
     count = evidence.calls.get("absorbed", 0)
     if count < _FEW_SAMPLES:
         return None
-    by = _place_of("absorbed", evidence)
+    by = place_of("absorbed", evidence)
     return Finding(
         "activations",
         f"The forward pass divides by an Inf of float16, in {by}, in each of {count} samples: the "
@@ -44,7 +44,7 @@ def normalised_twice(evidence: Evidence) -> Finding | None:
     count = evidence.calls.get("twice", 0)
     if count < _FEW_SAMPLES:
         return None
-    by = _place_of("twice", evidence)
+    by = place_of("twice", evidence)
     return Finding(
         "misuse",
         f"The loss takes logits and is given probabilities, the output of {by}: it normalises "
@@ -57,12 +57,28 @@ def normalised_twice(evidence: Evidence) -> Finding | None:
     )
 
 
+def across(evidence: Evidence) -> Finding | None:
+    """Probabilities that add up to 1 over the batch, in place of the classes."""
+    count = evidence.calls.get("across", 0)
+    if count < _FEW_SAMPLES:
+        return None
+    by = place_of("across", evidence)
+    return Finding(
+        "misuse",
+        f"nll_loss takes the classes along dim 1, and {by} is along dim 0: the probabilities of a "
+        "class add up to 1 over the batch, not those of a row over the classes.",
+        "Call log_softmax with dim=1, or give the logits to cross_entropy.",
+        line=_line_in(by),
+        count=count,
+    )
+
+
 def broadcast(evidence: Evidence) -> Finding | None:
     """A loss that compares each output with all targets of its batch."""
     count = evidence.calls.get("broadcast", 0)
     if count < _FEW_SAMPLES:
         return None
-    by = _place_of("broadcast", evidence)
+    by = place_of("broadcast", evidence)
     return Finding(
         "misuse",
         f"The loss compares each output with each target of the batch, not with its own: {by}, by "
@@ -73,7 +89,7 @@ def broadcast(evidence: Evidence) -> Finding | None:
     )
 
 
-def _place_of(kind: str, evidence: Evidence) -> str:
+def place_of(kind: str, evidence: Evidence) -> str:
     """The place that most samples show for calls of a kind, such as ``"sub at train.py:7"``."""
     places = {name: n for name, n in evidence.calls.items() if name.startswith(f"{kind} ")}
     return max(places, key=lambda name: places[name]).partition(" ")[2]

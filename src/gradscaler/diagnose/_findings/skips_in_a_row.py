@@ -61,7 +61,10 @@ def bad_parameter(evidence: Evidence, so: str) -> Finding | None:
     if parameter is None:
         return None
     why = since = ""
-    if evidence.lost_eps is not None:
+    if evidence.lost_eps == 0:
+        why = ": the optimizer divides by an eps of 0, and 0 / 0 is NaN where a gradient is 0"
+        action = "Go back to an earlier checkpoint, and set eps to 1e-8."
+    elif evidence.lost_eps is not None:
         why = (
             f": the optimizer divides by an eps of {evidence.lost_eps:g}, which is 0 in the "
             "float16 of its parameters"

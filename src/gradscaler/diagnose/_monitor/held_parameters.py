@@ -75,6 +75,11 @@ class HeldParameters:
         blank = tuple(n for n, p in self._parameters.named(optimizer).items() if _is_blank(p))
         return Optimizers(idle, self._outside(), rate, weights=weights, blank=blank)
 
+    def known(self) -> set[int]:
+        """The ids of the model's parameters, and of those that optimizers hold."""
+        own = () if self._model is None else self._model.parameters()
+        return set[int]().union(map(id, own), *self._held.values())
+
     def holds_any(self, optimizer: object) -> bool:
         """Whether an optimizer holds a parameter of the model, if there is one."""
         if self._model is None:

@@ -24,11 +24,15 @@ _RANGES = "float16", "bfloat16", "float32"  # the narrowest first
 
 
 class Failure(NamedTuple):
-    """Gradients that were not finite after a backward pass, its loss, and where it began."""
+    """Gradients that were not finite after a backward pass, its loss, and where it began.
+
+    If no operation shows where, it may be a parameter that was not finite before.
+    """
 
     loss: float | None
     nonfinite: tuple[NonfiniteGradient, ...]
     located: Located | None
+    parameter: str | None = None
 
 
 class LoopObserver(EagerObserver):
@@ -96,7 +100,11 @@ class LoopObserver(EagerObserver):
     def _failed_in(self, suspects: Iterable[str], loss: Tensor | None) -> Failure | None:
         """The failure of a backward pass, if gradients that are suspected hold an Inf or a NaN."""
         found = nonfinite({name: self._trained[name] for name in suspects})
-        return self._failed(loss, found, self._root) if found else None
+        failure = self._failed(loss, found, self._root) if found else None
+        if failure is None or failure.located is not None:
+            return failure
+        bad = next(iter(inspect(self._trained)), None)
+        return failure._replace(parameter=None if bad is None else bad.name)
 
     def _failed(
         self,
@@ -171,6 +179,7 @@ class LoopObserver(EagerObserver):
             is_from_start=parameter is not None and self.parameters.was_bad(parameter),
             lost_eps=self.parameters.lost_eps(),
             evaluated=_first_and_largest(evaluated),
+            parameter=failure.parameter,
         )
         self.log.add_bad(line)
 

@@ -321,6 +321,8 @@ class EagerObserver(StepSource):
                 measured.lacks_gradient for measured in iteration.measured.values()
             )
             iteration.cut = self._cut_off.end(lacks_gradient)
+            if iteration.is_sampled and self._sees_graph:
+                iteration.scaled.note_unheld(self._held.known())
         self._iterations.end()
         iteration.optimizers = {}  # the iteration, if unread, must not keep them alive
 

@@ -124,14 +124,14 @@ class OptimizersParameters:
         return []
 
     def lost_eps(self) -> float | None:
-        """An optimizer's eps that rounds to 0 in its parameters' float16; None if there is none."""
+        """An optimizer's eps that is 0, also in its parameters' float16; None if there is none."""
         for optimizer in self.optimizers:
-            if _steps_in_float32(optimizer):
-                continue
             for group in getattr(optimizer, "param_groups", ()):
                 eps = group.get("eps")
-                is_lost = isinstance(eps, float) and eps and not np.float16(eps)
-                if is_lost and any(dtype_name(p) == "float16" for p in group["params"]):
+                if not isinstance(eps, (int, float)) or np.float16(eps):
+                    continue
+                is_in_float16 = any(dtype_name(p) == "float16" for p in group["params"])
+                if not eps or (is_in_float16 and not _steps_in_float32(optimizer)):
                     return float(eps)
         return None
 

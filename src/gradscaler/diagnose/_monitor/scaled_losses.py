@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from gradscaler.diagnose._gradients.arrays import dtype_name
 from gradscaler.diagnose._gradients.reading import Tensor, largest
-from gradscaler.diagnose._graph.call_site import Node, differentiated, is_form
+from gradscaler.diagnose._graph.call_site import Node, differentiated, source_of
 from gradscaler.diagnose._graph.nodes import MOST_NODES, is_leaf, is_opaque, nodes_from, saved
 from gradscaler.diagnose._graph.summands import summands_of
 
@@ -36,7 +38,7 @@ class ScaledLosses:
     """What the graphs of scaled losses show: the parameters that they reach, and mistakes."""
 
     is_whole: bool = True  # whether no part of a graph was hidden
-    reached: set[int] = field(default_factory=set)  # ids of parameters
+    reached: dict[int, Tensor] = field(default_factory=dict)  # parameters by their ids
     mistakes: dict[str, str] = field(default_factory=dict)  # places by kind; see Sample.calls
     positive: list[tuple[str, Tensor]] = field(default_factory=list)  # operations and losses
 
@@ -59,11 +61,14 @@ class ScaledLosses:
             hidden = is_opaque(node) or hasattr(type(node), "saved_tensors")
             if number == MOST_NODES or hidden:  # a Function of the user's may hide a backward pass
                 return False
-            self.reached.add(id(getattr(node, "variable", None)))
+            if is_leaf(node):
+                self.reached[id(node.variable)] = node.variable
             if "absorbed" not in self.mistakes and _divides_by_inf(node):
                 self._note("absorbed", node, line_of(loss, node))
             elif (inner := _normalised(node)) is not None:
                 self._note("twice", inner, line_of(loss, inner))
+            elif (inner := _across(node)) is not None:
+                self._note("across", inner, line_of(loss, inner))
         return True
 
     def _note(self, kind: str, node: Node, line: str | None, rest: str = "") -> None:
@@ -76,6 +81,14 @@ class ScaledLosses:
             is_reached = id(parameter) in self.reached or parameter.grad is None
             if not is_reached and largest(parameter.grad) != 0:
                 yield name
+
+    def note_unheld(self, known: Collection[int]) -> None:
+        """Note the parameters that are neither the model's nor an optimizer's, by known ids."""
+        made: Any = sys.modules["torch"].nn.Parameter
+        rest = [p for key, p in self.reached.items() if key not in known and isinstance(p, made)]
+        if rest:
+            self.mistakes["unheld"] = f"{len(rest)} (of shape {list(rest[0].shape)} first)"
+        self.reached = {}
 
     def calls(self, loss: float | None) -> Iterable[str]:
         """The calls that suggest misuse, of an iteration with this loss; waits for the device."""
@@ -96,12 +109,19 @@ def _divides_by_inf(node: Node) -> bool:
 
 def _normalised(node: Node) -> Node | None:
     """The softmax or sigmoid whose output a loss takes for logits; None if it takes another."""
-    if differentiated(node.name()) not in _OF_LOGITS:
+    if differentiated(node.name()) not in _OF_LOGITS or not (below := _before(node)):
         return None
-    (node, *_) = _before(node) or [None]
-    while node is not None and is_form(node):
-        (node, *_) = _before(node) or [None]
-    return node if node is not None and differentiated(node.name()) in _NORMALISE else None
+    inner = source_of(below[0])
+    return inner if inner is not None and differentiated(inner.name()) in _NORMALISE else None
+
+
+def _across(node: Node) -> Node | None:
+    """The log_softmax over the rows of a batch, of which nll_loss takes the classes, or None."""
+    if differentiated(node.name()) != "nll_loss" or not (below := _before(node)):
+        return None
+    (inner,) = below
+    is_of_rows = differentiated(inner.name()) == "log_softmax" and saved(inner, "dim") == 0
+    return inner if is_of_rows and len(_shape_of(inner)) == 2 else None
 
 
 def _broadcast(node: Node, operation: str) -> str:

@@ -176,9 +176,11 @@ class Sample:
             ``"lr of group 0"``, was NaN or Inf. ``"negative"``: a loss was negative that never is
             for targets as they should be; counted at samples. ``"absorbed"``: a float16 divisor
             was Inf, and the loss finite. ``"twice"``: a loss takes probabilities for logits.
-            ``"broadcast"``: a loss compares each output of shape [n, 1] with each of n targets.
-            These three are counted at samples, and as ``"absorbed PLACE"``, for example. Some kinds
-            count only before the first step. ``"idle"``: ``step`` found no gradient.
+            ``"across"``: it takes the logarithms of probabilities over the batch for those over the
+            classes. ``"broadcast"``: it compares each output of shape [n, 1] with each of n
+            targets. ``"unheld"``: it depends on parameters that neither the model nor an optimizer
+            holds. These are counted at samples, and as ``"absorbed PLACE"``, for example. Some
+            kinds count only before the first step. ``"idle"``: ``step`` found no gradient.
             ``"raised"``: ``step`` or ``unscale_`` raised an error. ``"stepless"``: the parameters
             moved between two scaled losses. ``"disabled"``: the scaler is disabled, and a forward
             pass computed in float16.
@@ -267,9 +269,11 @@ class BadStep:
         is_left_out: whether no backward pass took the loss, so that the step was not applied.
         is_from_start: whether the parameter that `located` names was Inf or NaN before the first
             step.
-        lost_eps: an optimizer's eps that rounds to 0 in its parameters' float16; None if none does.
+        lost_eps: an optimizer's eps that is 0, or rounds to 0 in its parameters' float16; None if
+            none does.
         evaluated: the first and the largest finite loss that the step itself evaluated, as that of
             LBFGS does; None if it evaluated none.
+        parameter: a parameter that was Inf or NaN before the step, if `located` is unknown.
     """
 
     kind: ClassVar[str] = "bad_step"
@@ -283,6 +287,7 @@ class BadStep:
     is_from_start: bool = False
     lost_eps: float | None = None
     evaluated: tuple[float, float] | None = None
+    parameter: str | None = None
 
     def check(self) -> None:
         """Check that what the step was left out for is known."""
