@@ -109,11 +109,12 @@ class Unaware:
     def __init__(self, make_optimizer):
         self.guarded = Guarded(library.scaler(), make_optimizer, clip)
         self.optimizer = self.guarded.optimizer
+        self.gradients = normal(3, *SHAPES)
 
     def clip_and_step(self, step):
         library.clear_gradients(self.optimizer)
         guarded = self.guarded
-        library.backward(guarded.scaler, guarded.parameters, normal(3, *SHAPES))
+        library.backward(guarded.scaler, guarded.parameters, self.gradients)
         clip(guarded)
         step()
         guarded.scaler.update()
@@ -148,6 +149,19 @@ def test_so_is_one_after_steps_that_the_scaler_took_and_left_out(ways, unaware, 
     for way in ways:
         step = {"s": lambda: scaler.step(unaware.optimizer), "-": lambda: None}[way]
         unaware.clip_and_step(step)
+    with pytest.raises(CallOrderError, match=r"scaler\.step\(optimizer\)"):
+        unaware.clip_and_step_by_itself()
+
+
+@pytest.mark.parametrize("ways", ["", "-", "s-"])
+def test_a_step_that_does_not_move_the_smallest_parameter_is_noticed_too(ways):
+    """Until the scaler has taken a step, and after one that was left out."""
+    unaware = Unaware(library.sgd)
+    smallest = min(range(len(SHAPES)), key=lambda n: np.prod(SHAPES[n]))
+    unaware.gradients[smallest] *= 0
+    for way in ways:
+        own = unaware.guarded.scaler.step
+        unaware.clip_and_step((lambda: own(unaware.optimizer)) if way == "s" else lambda: None)
     with pytest.raises(CallOrderError, match=r"scaler\.step\(optimizer\)"):
         unaware.clip_and_step_by_itself()
 
