@@ -152,6 +152,8 @@ def in_loss(operation, num_inf=3, largest=6e4, dtype="float16", size=64):
         ),
         (in_loss("div"), "clamp the divisor (an empty mask, a deviation or norm of 0); an eps"),
         (in_loss("div", dtype="bfloat16"), "it in float32, as 1 - 1e-3 is 1 in bfloat16"),
+        (in_loss("xlogy", dtype="float32"), "clamp what it is taken of"),
+        (in_loss("logdet", dtype="float32"), "not positive definite"),
         (in_loss("log1p", dtype="float32"), "log1p of -1 is -Inf"),
         (in_loss("log1p", dtype="bfloat16"), "rounds 1 - 1e-6 to 1: take 1 - 2**-8"),
         (in_loss("div", dtype="complex64"), "clamp the divisor (an empty mask, a deviation or"),

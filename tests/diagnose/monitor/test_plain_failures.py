@@ -256,6 +256,55 @@ def an_eps_of_zero(t):
     return t.outputs().float()[:, 1:].square().mean()
 
 
+@fails(
+    "divergence", r"went from .* weights' norm .*neither comes back", r"^Look for a loss without a"
+)
+def a_penalty_with_the_wrong_sign(t):
+    t.optimizer.param_groups[0]["lr"] = 0.01
+    return mse_loss(t.outputs().float(), t.target) - 9 * t.model[2].weight.square().sum()
+
+
+@fails("divergence", r"loss grew from -.* until numbers left", r"for a term with the wrong sign")
+def a_loss_that_falls_out_of_range(t):
+    return mse_loss(t.outputs().float(), t.target) - t.model[2].weight.square().sum().exp()
+
+
+@fails("silent", r"first seen in logdet at {determinant}", r"A @ A.T \+ eps \* I")
+def determinants_that_are_negative(t):
+    matrices = (t.outputs().float() * 0.1).diag_embed() + torch.eye(4)
+    matrices = matrices * (1 - 2 * (t.step > 30) * torch.eye(4)[0])
+    error = mse_loss(t.outputs().float(), t.target, reduction="none").mean(1)
+    return (error + torch.logdet(matrices)).mean()  # determinant
+
+
+@fails("loss", r"by xlogy at {border}", r"off the border of their range")
+def targets_on_the_border(t):
+    shares = t.target.softmax(1) * (~torch.tensor(t.is_bad))
+    powers = t.outputs().float().exp()
+    return -torch.xlogy(powers - 2.0, shares).mean()  # border
+
+
+@fails("dead", r"gradient of 0.weight is exactly 0 in step \d+, and that of its bias", r"the data")
+def inputs_that_are_all_zero(t):
+    t.inputs = t.inputs * 0
+    return mse_loss(t.outputs().float(), t.target)
+
+
+@fails("dead", r"because they pass relu, whose slope is 0", r"leaky_relu")
+def outputs_that_a_relu_ends(t):
+    if t.step == 1:
+        t.model[2].bias.data.fill_(-100.0)
+    return mse_loss(t.outputs().float().relu(), -t.target.abs())
+
+
+@fails("misuse", r"optimizer of parameters outside of the model found no grad", r"are replaced")
+def a_layer_that_is_replaced_after_the_optimizer_is_made(t):
+    if t.step == 30:
+        t.optimizer = torch.optim.SGD(t.model[2].parameters(), lr=0.05)
+        t.model[2] = nn.Linear(16, 4)
+    return mse_loss(t.outputs().float(), t.target)
+
+
 @fails("dead", r"2 matrices, 0.weight and 2.weight first, are all 0", r"random numbers")
 def matrices_that_are_all_zero(t):
     if t.step == 1:

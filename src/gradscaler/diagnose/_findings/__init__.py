@@ -46,7 +46,7 @@ _GROUPS: tuple[tuple[_Detector, ...], ...] = (
     (losses.silent, losses.diverged, losses.ran_away, losses.died, over_time.data, caught),
     (loss_graphs.absorbed,),
     (loss_graphs.normalised_twice, loss_graphs.across, loss_graphs.broadcast),
-    (gradient_values.cut_off, gradient_values.dead),
+    (gradient_values.cut_off, gradient_values.dead, gradient_values.unfed),
     (calls.stalled,),
     (calls.full_precision, calls.without_scaling),
     (gradient_values.too_small,),

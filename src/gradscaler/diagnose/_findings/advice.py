@@ -45,7 +45,7 @@ _EXP = (
 )
 _EXP_IN_FLOAT32 = (
     "the exponential of more than 88 leaves float32 and bfloat16: subtract the largest exponent "
-    "first, clamp it (a ratio of probabilities), or stay in logarithms (logsumexp)"
+    "first, clamp it (a ratio of probabilities), or stay in logarithms (logsumexp, softplus)"
 )
 _LOG = (
     "the logarithm of 0 is -Inf, of a negative number NaN: clamp its input, or take logits "
@@ -97,6 +97,10 @@ _FORWARD = {
     "exp": _EXP_IN_FLOAT32,
     "log": _LOG,
     "log1p": _LOG1P,
+    "xlogy": "the logarithm of 0 is -Inf: clamp what it is taken of, or move targets off the "
+    "border of their range (0 and 1 for a Beta or Dirichlet)",
+    "logdet slogdet": "its matrix is not positive definite, so the determinant is 0 or negative: "
+    "make it one (A @ A.T + eps * I), or take cholesky()",
     "div reciprocal normalize": _DIVISION,
     "weight_norm": "the norm of a row of weights is 0: initialise them with other numbers than 0",
     "rsqrt": _RSQRT,
@@ -134,6 +138,10 @@ _OF_TOO_FEW = {  # if they make NaN but no Inf, of numbers whose squares are fin
     "ignored): leave such batches out, or divide their sum by at least 1",
     "std var": "the deviation of one element is 0 / 0: set correction=0, or take more elements",
 }
+OF_INPUT_IN_FLOAT16 = (
+    "compute it in float32: a sum or product beyond 65504, such as that of a mask, is Inf in "
+    "float16; else look for Inf in inputs and labels"
+)
 _SLOPE = "add a small number under the root, or clamp its input, as its slope at 0 is Inf"
 _LOG_SLOPE = "clamp the input of the logarithm, as its slope at 0 is Inf"
 _POWER_SLOPE = "clamp the base: a power below 1 is too steep at 0"
@@ -295,6 +303,12 @@ def _named(
     if located.dtype == "bfloat16" and advice in (_DIVISION, _0_BY_0):
         lost_eps = f"; {_DIVISION_IN_BFLOAT16}"
     return f"{advice}{where}{lost_eps}"
+
+
+def is_inf_in_float16(found: Located | None) -> bool:
+    """Whether a tensor that was given to an operation is Inf, as sums in float16 may be."""
+    is_given = found is not None and found.kind == "input" and found.dtype == "float16"
+    return found is not None and is_given and found.num_inf > 0 and not found.num_nan
 
 
 def at_line(found: Located | None, before: str = "by") -> str:

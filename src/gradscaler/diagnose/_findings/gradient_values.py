@@ -16,6 +16,7 @@ from gradscaler.diagnose._record.lines import ParameterSample, Sample
 
 _LOST = 0.05  # the share of gradients that are flushed, or zero beside many small ones
 _DEAD = 0.9  # the share of gradients that are exactly 0
+_SETTLED = 10  # steps; an adapter may start from 0
 _HEADROOM = 4.0  # a larger scale fits if the largest gradient can double this often
 _LARGE_SCALE = 2.0**10  # at this scale, underflow does not make all gradients 0
 
@@ -29,10 +30,13 @@ CUT = ""  # stands for an operation where the graph is cut, such as by detach()
 def cut_off(evidence: Evidence) -> Finding | None:
     """Parameters that the model uses but no gradient reaches."""
     sample, cut = evidence.sample, evidence.cut
-    if sample is None or not cut or not sample.parameters.keys() - cut.keys():
+    if sample is None or not cut:
         return None
     operations = Counter(cut.values())
     ((by, _),) = operations.most_common(1)
+    may_cut_all = by in (*STEPS, *ENDED) and sample.loss  # a hinge loss of 0 is at its end
+    if not may_cut_all and not sample.parameters.keys() - cut.keys():
+        return None
     names = [name for name, operation in cut.items() if operation == by]
     where = names[-1].rpartition(".")[0] or None
     whose = f"{len(names)} of {len(sample.parameters) + len(sample.missing)} parameters"
@@ -136,6 +140,30 @@ def dead(evidence: Evidence) -> Finding | None:
         where,
         is_certain=False,
     )
+
+
+def unfed(evidence: Evidence) -> Finding | None:
+    """A layer whose inputs are all 0: its bias has a gradient, and its weight has none."""
+    sample = evidence.sample
+    if sample is None or sample.step < _SETTLED:
+        return None
+    for name, found in sample.parameters.items():
+        module, _, own = name.rpartition(".")
+        bias = sample.parameters.get(f"{module}.bias" if module else "bias")
+        if own == "weight" and found.zero == 1 and bias is not None and bias.zero < _DEAD:
+            return Finding(
+                "dead",
+                f"The gradient of {name} is exactly 0 in step {sample.step}, and that of its bias "
+                "is not: all inputs of this layer are 0.",
+                _whatever_the_scale(
+                    "look at the data and how they are prepared (uint8 // 255 is 0), and at what "
+                    "comes before this layer, such as ReLUs that are all off",
+                    evidence,
+                ),
+                module or name,
+                is_certain=False,
+            )
+    return None
 
 
 def _whatever_the_scale(action: str, evidence: Evidence) -> str:

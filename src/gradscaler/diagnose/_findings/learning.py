@@ -9,11 +9,13 @@ from gradscaler.diagnose._findings.loss_graphs import place_of
 from gradscaler.diagnose._record.lines import ParameterSample
 
 _FEW_SAMPLES = 2
+_RAN_AWAY = 1e3  # times the first loss
 _ROSE = 2.0  # times the first loss; a batch's own loss often is a little larger
 _FELL = 0.05  # of the first loss, at least
 _EARLY, _LATEST = 10, 20  # steps, whose mean losses are compared, as one batch's own says little
 _FADED = 1e-6  # times the first learning rate
 _VANISHED = 20  # powers of 2 from the largest gradient of one parameter to that of another
+_A_BOUND = "a lower bound, look for a term with the wrong sign"
 _LONG = 100  # steps, in which a loss falls
 
 
@@ -25,8 +27,9 @@ def whether_it_learns(evidence: Evidence) -> str:
         return "Nothing needs fixing."
     went = f"the loss went from {first:g} to {losses[-1]:g}"
     judged = f"Nothing else was judged: {went}"
-    if losses[-1] > _ROSE * abs(first):
-        return f"{judged}. If it should have fallen, lower the learning rate."
+    if losses[-1] > _ROSE * abs(first) or -losses[-1] > _RAN_AWAY * max(abs(first), 1.0):
+        should = "fallen, lower the learning rate" if losses[-1] > 0 else _A_BOUND
+        return f"{judged}. If it should have {should}."
     is_whole = evidence.steps == len(evidence.past)
     usual = fmean(losses[:_EARLY]) if is_whole else first
     if evidence.steps < _LONG or fmean(losses[-_LATEST:]) < usual - _FELL * abs(usual):

@@ -15,6 +15,7 @@ from gradscaler.diagnose._record.step import Step
 
 EXPLODED = 50.0  # times the loss before
 _GREW = 10.0  # times the norm of the first weights
+_GREW_A_LITTLE = 1.5
 _RECENT = 20  # steps
 _SOON = 5  # steps from an exploded loss to an overflow that it explains, or from the start
 _LEASTEXPLODED = 5.0  # a critic's first loss may be near 0, and any later one is large beside it
@@ -104,6 +105,8 @@ def diverged(evidence: Evidence) -> Finding | None:
     lower = "lower the learning rate or warm it up"
     if rate:
         lower = "lower the learning rate or what raises it"
+    if loss is not None and (loss[1].loss or 0.0) < 0:
+        lower = "look for a term with the wrong sign, lower the learning rate"
     return Finding(
         "divergence",
         f"The {' and the '.join(grew)}{rate}, until numbers {became}{first_bad} and "
@@ -170,19 +173,29 @@ def ran_away(evidence: Evidence) -> Finding | None:
     low = [place for place, step in enumerate(losses) if _size(step) < most]
     start = low[-1] + 1 if low else 0
     since, before = losses[start:], losses[max(start - _RECENT, 0) : start]
-    if len(since) < _RECENT or not 0 < _GREW * weights[0] <= weights[1]:
+    # Weights that grow a little are enough if the loss is far from all that can be meant.
+    grew = _GREW_A_LITTLE if since and _size(since[-1]) > _RAN_AWAY * most else _GREW
+    if len(since) < _RECENT or not 0 < grew * weights[0] <= weights[1]:
         return None
     is_sudden = bool(before) and _size(since[0]) > EXPLODED * max(map(_size, before))
     if is_sudden and since[0].step > _SOON and not growth_of_rate(evidence):
         return None
     last = since[-1]
+    action = (
+        "Go back to an earlier checkpoint, lower the learning rate or warm it up, and clip "
+        "gradients; look for a loss without a lower bound, or with the wrong sign."
+    )
+    if (last.loss or 0.0) < 0:
+        action = (
+            "Look for a loss without a lower bound, or a term with the wrong sign; else lower the "
+            "learning rate, and clip gradients. Go back to an earlier checkpoint."
+        )
     return Finding(
         "divergence",
         f"The loss went from {first.loss:g} to {last.loss:g} (step {last.step}) and the weights' "
         f"norm from {weights[0]:g} to {weights[1]:g}{growth_of_rate(evidence)}, and neither comes "
         "back.",
-        "Go back to an earlier checkpoint, lower the learning rate or warm it up, and clip "
-        "gradients; look for a loss without a lower bound, or with the wrong sign.",
+        action,
         count=len(since),
         is_certain=False,
     )

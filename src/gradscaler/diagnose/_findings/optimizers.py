@@ -6,6 +6,7 @@ from statistics import median
 
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._record.finding import Finding
+from gradscaler.diagnose._record.lines import UNOWNED
 
 _FEW = 5  # calls or steps; fewer may be chance
 _FEW_STILL = 3  # steps; a warm-up begins with one or two at a learning rate of 0
@@ -21,18 +22,19 @@ _GREW = 10.0  # times the learning rate before
 
 def idle(evidence: Evidence) -> Finding | None:
     """An optimizer that never finds a gradient, beside others that step."""
-    found = {} if evidence.optimizers is None else evidence.optimizers.idle
+    calls = {n.partition(" ")[2]: c for n, c in evidence.calls.items() if n.startswith("idle ")}
+    found = {**calls, **({} if evidence.optimizers is None else evidence.optimizers.idle)}
     name, count = max(found.items(), key=lambda item: item[1], default=("", 0))
     if count < _FEW:
         return None
     return Finding(
         "misuse",
-        f"The optimizer of {name} found no gradient in any of its {count} steps, while others "
-        f"step, so nothing trains {name}.",
-        f"Look for detach(), .data, item() or no_grad() between {name} and its loss; call "
-        "zero_grad() before the backward pass, not after it; and give the optimizer the "
-        "parameters of this model, not those of a copy.",
-        name,
+        f"The optimizer of {name} found no gradient in its first {count} steps, while others made "
+        "steps, so it trains nothing.",
+        "Look for detach(), .data, item() or no_grad() between its parameters and the loss; call "
+        "zero_grad() before the backward pass, not after it; and make the optimizer after layers "
+        "are replaced, of this model's parameters, not those of a copy.",
+        None if name == UNOWNED else name,
         count=count,
     )
 

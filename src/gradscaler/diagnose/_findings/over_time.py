@@ -9,7 +9,9 @@ from itertools import pairwise
 from statistics import median
 
 from gradscaler.diagnose._findings.advice import (
+    OF_INPUT_IN_FLOAT16,
     at_line,
+    is_inf_in_float16,
     of_backward,
     of_forward,
     of_gradient,
@@ -64,6 +66,8 @@ def data(evidence: Evidence) -> Finding | None:
         losses, action = f"{of_them} with a loss of {bad[-1].loss:g}", f"{_IN_INPUTS}, {_IN_LOSSES}"
         if found is not None and found.kind == "input":
             action = f"{_IN_ROWS if found.rows else _IN_INPUTS}, {_WITHOUT_GRADIENT}"
+        if is_inf_in_float16(found):
+            action = OF_INPUT_IN_FLOAT16
     else:
         losses, action = _losses_of(skips, evidence)
         now = "" if evidence.scale is None else f"; the loss scale is {evidence.scale:g} now"

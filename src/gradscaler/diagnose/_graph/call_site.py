@@ -36,6 +36,7 @@ _FORMS = re.compile(
     r"|Squeeze|Unsqueeze)Backward\d"
 )
 _MOST_FORMS = 8
+LOGDET = "logdet"
 _PASSED = "calls.py", "search.py"  # the user's calls pass through them
 _COMPILED = "<eval_with_key>"  # the file of code that PyTorch's compiler writes
 
@@ -151,7 +152,15 @@ def operation_of(node: Node) -> str:
     name: str = node.name()
     if name.endswith("CopySlices"):
         return "copy"
+    if name.startswith("WhereBackward") and _is_of_determinant(node):
+        return LOGDET
     return differentiated(name) if name[-1].isdigit() else name.removesuffix("Backward")
+
+
+def _is_of_determinant(node: Node) -> bool:
+    """Whether a choice is that of logdet, which is NaN where the determinant is negative."""
+    below = [each for each, _ in node.next_functions if each is not None]
+    return len(below) == 1 and "Slogdet" in below[0].name()
 
 
 @cache

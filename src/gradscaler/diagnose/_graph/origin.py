@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from gradscaler.diagnose._gradients.reading import Reading, Tensor, largest_of, read
-from gradscaler.diagnose._graph.call_site import Node, is_form, operation_of
+from gradscaler.diagnose._graph.call_site import LOGDET, Node, is_form, operation_of
 from gradscaler.diagnose._graph.masks import ADDS_UP, FILLS, TAKES_MASKS
 from gradscaler.diagnose._graph.nodes import (
     has_packed,
@@ -179,13 +179,15 @@ def _order(edge: _Edge) -> int:
 def _most_suspect(edge: _Edge, values: Values) -> _Edge:
     """Of a node and the unknown results that it reads, the one that most likely made a bad number.
 
-    A division by 0 made it, else a node that hides many operations most likely. A sum of two is
-    rarely Inf, but it is NaN if one of the two is, which no node may have made.
+    A division by 0 made it, else most likely a node that hides many operations, or the logarithm of
+    a determinant. A sum of two is rarely Inf, but it is NaN if one of the two is, which no node may
+    have made.
     """
     suspects = [each for each in _behind(edge[0], values) if not is_form(each[0])]
     if by_0 := [each for each in (*suspects, edge) if smallest_divisor(each[0], values) == 0]:
         return by_0[0]
-    if hidden := [each for each in suspects if is_opaque(each[0])]:
+    hidden = [e for e in suspects if is_opaque(e[0]) or operation_of(e[0]) == LOGDET]
+    if hidden:
         return hidden[0]
     if _is_nan_in_all_rows(edge, values):  # a mask that is added
         return next((each for each in suspects if _adds_unknown(each[0])), edge)

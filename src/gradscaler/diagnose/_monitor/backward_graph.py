@@ -110,7 +110,8 @@ class CutOff:
         for node, operation in self._flat.items():
             leaves = (getattr(each, "variable", None) for each in nodes_from([node]))
             reached = {names[id(leaf)] for leaf in leaves if id(leaf) in names} & zero
-            if operation not in ENDED or (first and first <= reached):
+            ends_all = reached == trained.keys()
+            if operation not in ENDED or (first and first <= reached) or ends_all:
                 self._now |= dict.fromkeys((n for n in trained if n in reached), operation)
 
     def end(self, lacks_gradient: bool) -> dict[str, str] | None:

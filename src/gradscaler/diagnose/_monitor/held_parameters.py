@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from gradscaler.diagnose._gradients.arrays import sample_of
 from gradscaler.diagnose._gradients.reading import Tensor, largest
 from gradscaler.diagnose._monitor.parameters import OptimizersParameters, groups_of
-from gradscaler.diagnose._record.lines import Optimizers
+from gradscaler.diagnose._record.lines import UNOWNED, Optimizers
 
 _SETTINGS = "lr", "weight_decay", "momentum", "betas", "eps"
 _FEW_ELEMENTS = 16  # of a parameter; one that moves changes in these, too
@@ -36,8 +36,8 @@ class HeldParameters:
         self._left: dict[int, dict[str, NDArray[Any]]] = {}  # by an optimizer's latest sampled step
         self._version: int | None = None  # of the model's first trained parameter
 
-    def note(self, optimizer: object, has_gradients: bool) -> None:
-        """Note a step of an optimizer."""
+    def note(self, optimizer: object, has_gradients: bool) -> int:
+        """Note a step of an optimizer; return how many it made, if none of them had gradients."""
         key = id(optimizer)
         if key not in self._held:
             self._held[key] = {id(p) for p in self._parameters.named(optimizer).values()}
@@ -47,6 +47,7 @@ class HeldParameters:
             self._idle.pop(key, None)
         elif key not in self._stepped:
             self._idle[key] = self._idle.get(key, 0) + 1
+        return self._idle.get(key, 0)
 
     def has_moved(self) -> bool:
         """Whether PyTorch counted a change of the model since this was asked before."""
@@ -112,10 +113,13 @@ class HeldParameters:
         return tuple(name for name in still if _module_of(name) not in moved)
 
     def _name_of(self, optimizer: object) -> str:
-        """The name of the module that an optimizer's parameters have in common, or its class."""
+        """The module that an optimizer's parameters have in common, else the optimizer's class."""
         if self._model is None:
             return type(optimizer).__name__
-        names = ["/" + name.replace(".", "/") for name in self._parameters.named(optimizer)]
+        held = self._parameters.named(optimizer)
+        if {id(p) for p in self._model.parameters()}.isdisjoint(map(id, held.values())):
+            return UNOWNED
+        names = ["/" + name.replace(".", "/") for name in held]
         common = os.path.commonpath(names or ["/"])[1:].replace("/", ".")
         return common or type(optimizer).__name__
 

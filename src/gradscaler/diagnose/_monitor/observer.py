@@ -172,9 +172,10 @@ class EagerObserver(StepSource):
         """Inspect the gradients if they are not finite."""
         self._is_in_step = False
         has_gradients = outcome.known_reason != "no_gradients"
-        self._held.note(optimizer, has_gradients)
+        count = self._held.note(optimizer, has_gradients)
         if not has_gradients:
             self._iterations.note_call("idle")
+            self.log.note_idle(self._held.names[id(optimizer)], count)
             return
         iteration = self._iterations.latest
         self._iterations.note(optimizer, outcome)

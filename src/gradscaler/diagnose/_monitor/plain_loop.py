@@ -48,6 +48,7 @@ class PlainLoop:
         given = None if optimizers is None else list(optimizers)
         self._given = None if given is None else weakref.WeakSet(given)
         self._model = model
+        self._first = set() if model is None else {id(p) for p in model.parameters()}
         self._is_own = weakref.WeakKeyDictionary[Optimizer, bool]()
         self._observer: BackwardObserver | None = None
         self._handles: list[Handle] = []
@@ -150,7 +151,7 @@ class PlainLoop:
         if self._given is not None:
             return optimizer in self._given
         if optimizer not in self._is_own:
-            own = {id(parameter) for parameter in self._model.parameters()}
+            own = self._first.union(map(id, self._model.parameters()))  # layers may be replaced
             held = (p for group in groups_of(optimizer) for p in group["params"])
             self._is_own[optimizer] = any(id(parameter) in own for parameter in held)
         return self._is_own[optimizer]

@@ -240,6 +240,12 @@ class StepLog:
         if calls.count(calls[-1]) == _MANY_CALLS:
             self._tell(self._look(is_last=False))
 
+    def note_idle(self, name: str, count: int) -> None:
+        """Note a number of steps without a gradient, of an optimizer that has made no other."""
+        if self.num_steps and count == _MANY_CALLS:
+            self._keep(Watched(self.counts.step, calls={f"idle {name}": count}))
+            self._tell(self._look(is_last=False))
+
     @property
     def evidence(self) -> Evidence:
         """The evidence of the steps so far, as their file would give it if closed now."""

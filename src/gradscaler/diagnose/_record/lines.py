@@ -112,6 +112,9 @@ class Start:
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
+UNOWNED = "parameters outside of the model"  # in place of a module's name
+
+
 @dataclass(frozen=True)
 class Optimizers:
     """What a sampled step shows of the optimizers and of the parameters that they hold.
@@ -331,7 +334,8 @@ class Watched:
         dtypes: the dtype of each module's output, which autocast chooses, by the module's name.
         parameter: the name of a parameter or a buffer that was not finite; None if none was seen.
         state: the name of an optimizer's state that was not finite; None if none was seen.
-        calls: the calls of a run without a step, as in :class:`Sample`.
+        calls: the calls of a run without a step, as in :class:`Sample`; or ``"idle NAME"``, the
+            steps without a gradient of an optimizer that has made no other.
     """
 
     kind: ClassVar[str] = "watched"
