@@ -16,6 +16,7 @@ from gradscaler.diagnose._record.lines import ParameterSample, Sample
 
 _LOST = 0.05  # the share of gradients that are flushed, or zero beside many small ones
 _DEAD = 0.9  # the share of gradients that are exactly 0
+_FEW_SAMPLES = 2
 _SETTLED = 10  # steps; an adapter may start from 0
 _HEADROOM = 4.0  # a larger scale fits if the largest gradient can double this often
 _LARGE_SCALE = 2.0**10  # at this scale, underflow does not make all gradients 0
@@ -144,26 +145,31 @@ def dead(evidence: Evidence) -> Finding | None:
 
 def unfed(evidence: Evidence) -> Finding | None:
     """A layer whose inputs are all 0: its bias has a gradient, and its weight has none."""
-    sample = evidence.sample
-    if sample is None or sample.step < _SETTLED:
+    latest = evidence.measured[-_FEW_SAMPLES:]
+    if len(latest) < _FEW_SAMPLES or latest[-1].step < _SETTLED:
         return None
-    for name, found in sample.parameters.items():
-        module, _, own = name.rpartition(".")
-        bias = sample.parameters.get(f"{module}.bias" if module else "bias")
-        if own == "weight" and found.zero == 1 and bias is not None and bias.zero < _DEAD:
-            return Finding(
-                "dead",
-                f"The gradient of {name} is exactly 0 in step {sample.step}, and that of its bias "
-                "is not: all inputs of this layer are 0.",
-                _whatever_the_scale(
-                    "look at the data and how they are prepared (uint8 // 255 is 0), and at what "
-                    "comes before this layer, such as ReLUs that are all off",
-                    evidence,
-                ),
-                module or name,
-                is_certain=False,
-            )
-    return None
+    names = (name for name in latest[-1].parameters if name.rpartition(".")[2] == "weight")
+    name = next((name for name in names if all(_is_unfed(name, each) for each in latest)), None)
+    if name is None:
+        return None
+    return Finding(
+        "dead",
+        f"The gradient of {name} is exactly 0 in step {latest[-1].step}, and that of its bias is "
+        "not: all inputs of this layer are 0, or equal if it normalizes them.",
+        _whatever_the_scale(
+            "look at the data and how they are prepared (uint8 // 255 is 0), and at what comes "
+            "before this layer, such as ReLUs that are all off",
+            evidence,
+        ),
+        name.rpartition(".")[0] or name,
+        is_certain=False,
+    )
+
+
+def _is_unfed(weight: str, sample: Sample) -> bool:
+    found = sample.parameters.get(weight)
+    bias = sample.parameters.get(weight.removesuffix("weight") + "bias")
+    return found is not None and found.zero == 1 and bias is not None and bias.zero < _DEAD
 
 
 def _whatever_the_scale(action: str, evidence: Evidence) -> str:
