@@ -69,7 +69,8 @@ def install(session: nox.Session, name: str) -> None:
     if made.exists() and made.read_text() == digest:
         return
     constraint = ["--constraint", str(lock)] if lock.exists() else []
-    session.install("--quiet", "-r", str(requirements), *constraint)
+    # Most modules of a framework are never imported, so to compile them all takes longer.
+    session.install("--quiet", "--no-compile", "-r", str(requirements), *constraint)
     if name in ALONE:
         session.install("--quiet", "--no-deps", *ALONE[name])
     made.write_text(digest)
