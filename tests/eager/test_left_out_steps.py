@@ -166,6 +166,27 @@ def test_a_step_that_does_not_move_the_smallest_parameter_is_noticed_too(ways):
         unaware.clip_and_step_by_itself()
 
 
+def test_so_is_one_of_two_optimizers_whose_steps_were_left_out_together():
+    scaler, all_of = library.scaler(), [library.parameters() for _ in range(2)]
+    optimizers = [library.sgd(parameters) for parameters in all_of]
+    gradients = normal(3, *SHAPES)
+    gradients[min(range(len(SHAPES)), key=lambda n: np.prod(SHAPES[n]))] *= 0
+
+    def iterate(step):
+        for parameters, optimizer in zip(all_of, optimizers, strict=True):
+            library.clear_gradients(optimizer)
+            library.backward(scaler, parameters, gradients)
+        for optimizer in optimizers:
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        step()
+        scaler.update()
+
+    iterate(lambda: [scaler.step(optimizer) for optimizer in optimizers])
+    iterate(lambda: None)
+    with pytest.raises(CallOrderError, match=r"scaler\.step\(optimizer\)"):
+        iterate(optimizers[0].step)
+
+
 @pytest.mark.skipif(library.name == "paddle", reason="its parameters have no data")
 def test_an_optimizer_that_writes_through_data_is_noticed():
     class Old(library.framework.optim.SGD):
