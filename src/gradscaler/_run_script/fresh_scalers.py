@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
@@ -17,21 +18,18 @@ ACTION = "Make the scaler once, before the loop."
 
 
 class FreshScalers:
-    """Counts the scalers that step one optimizer."""
+    """Counts the steps that each scaler makes with one optimizer."""
 
     def __init__(self) -> None:
-        # By optimizer, the latest scaler's id, the number of scalers, and that of all steps.
-        self._counts = WeakKeyDictionary[Optimizer, tuple[int, int, int]]()
+        self._steps = WeakKeyDictionary[Optimizer, Counter[int]]()  # by the scaler's id
 
     def note(self, scaler: int, optimizer: Optimizer) -> None:
         """Note a step of an optimizer by the scaler of an id."""
-        latest, scalers, steps = self._counts.get(optimizer, (0, 0, 0))
-        self._counts[optimizer] = scaler, scalers + (scaler != latest), steps + 1
+        self._steps.setdefault(optimizer, Counter())[scaler] += 1
 
     @property
     def are_made_each_step(self) -> bool:
         """Whether an optimizer was stepped by several scalers, a step or two by each."""
         return any(
-            scalers >= _FEW and steps <= _BRIEF * scalers
-            for _, scalers, steps in self._counts.values()
+            len(steps) >= _FEW and max(steps.values()) <= _BRIEF for steps in self._steps.values()
         )

@@ -49,6 +49,7 @@ class Session:
         self._runs: dict[int, WatchedRun] = {}
         self._num_runs = 0
         self._scalers = FreshScalers()
+        self._has_given_up = False
         self._lines = Tracebacks()  # of the first forward pass, which comes before the monitor
 
     def start(self) -> None:
@@ -110,7 +111,7 @@ class Session:
 
     def _give_up(self) -> None:
         """Watch no more, as each scaler makes a step alone, whose file shows nothing."""
-        self._num_runs = MOST_RUNS
+        self._has_given_up, self._num_runs = True, MOST_RUNS
         runs, self._runs = self._runs, {}
         for run in runs.values():
             guarded(run.discard)
@@ -147,7 +148,7 @@ class Session:
         if os.getpid() == self._process:
             guarded(self._see_left_out)
             self._end_runs()
-            if self._scalers.are_made_each_step:
+            if self._has_given_up:
                 say(f"as said above: {fresh_scalers.CAUSE}")
             if not self._num_runs:
                 self._num_runs = MOST_RUNS

@@ -126,10 +126,14 @@ def test_a_loss_that_takes_probabilities_for_logits_is_told(name, dtype):
     assert f"Leave out this {by}" in found.action
 
 
+def over_the_batch(table):
+    return table[:, :3].log_softmax(0)  # dim
+
+
 def test_probabilities_over_the_batch_are_told():
-    found = judged(lambda _, table, *__: nll_loss(table.log_softmax(0), CLASSES)).findings[0]  # dim
-    assert f"log_softmax at {line_with('dim')} is along dim 0" in found.cause
-    assert "dim=1" in found.action
+    verdict = judged(lambda _, table, *__: nll_loss(over_the_batch(table), CLASSES))
+    assert f"log_softmax at {line_with('dim')} is along dim 0" in verdict.findings[0].cause
+    assert "dim=1" in verdict.findings[0].action
 
 
 SOUND = {
@@ -140,6 +144,16 @@ SOUND = {
     "quantiles": lambda out, *_: (smooth_l1_loss(out, TARGET, reduction="none") * WEIGHTS).mean(),
     "prototype": lambda out, table, model: mse_loss(model.prototype, table.detach()) + out.mean(),
     "column for all": lambda out, *_: (out - torch.zeros(SIZE, 3)).square().mean(),
+    "pairs that are meant": lambda out, *_: (out[:, :, None] - TARGET[None, None]).abs().mean(),
+    "pairs of rows": lambda out, *_: (out.squeeze(1)[:, None] - TARGET).abs().mean(),
+    "a table of targets": lambda out, *_: mse_loss(out, WEIGHTS),
+    "a table of differences": lambda out, *_: (out - WEIGHTS).square().mean(),
+    "both dimensions": lambda _, table, *__: (
+        nll_loss(table.log_softmax(0), CLASSES) + nll_loss(table.log_softmax(1), CLASSES)
+    ),
+    "a target with a gradient": lambda out, *_: binary_cross_entropy_with_logits(
+        TARGET[:, None], out.sigmoid()
+    ),
     "logarithm": lambda _, table, *__: nll_loss(table.log_softmax(1), CLASSES),
     "logarithm twice": lambda _, table, *__: cross_entropy(table.log_softmax(1), CLASSES),
     "attention": lambda _, table, *__: cross_entropy(table.softmax(1) @ table, CLASSES),

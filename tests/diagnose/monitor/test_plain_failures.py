@@ -284,12 +284,6 @@ def targets_on_the_border(t):
     return -torch.xlogy(powers - 2.0, shares).mean()  # border
 
 
-@fails("dead", r"gradient of 0.weight is exactly 0 in step \d+, and that of its bias", r"the data")
-def inputs_that_are_all_zero(t):
-    t.inputs = t.inputs * 0
-    return mse_loss(t.outputs().float(), t.target)
-
-
 @fails("dead", r"because they pass relu, whose slope is 0", r"leaky_relu")
 def outputs_that_a_relu_ends(t):
     if t.step == 1:
@@ -533,3 +527,21 @@ def test_what_may_keep_a_loss_from_falling_is_said(model, hint):
         training.train(lambda t: mse_loss(t.model(torch.ones(8, 4)), torch.zeros(8, 4)), 150)
     assert monitor.verdict.kind == "normal"
     assert re.search(hint, str(monitor.verdict))
+
+
+@pytest.mark.parametrize("is_often", [True, False])
+def test_a_layer_whose_inputs_are_all_0_is_told_if_they_always_are(is_often):
+    def loss_of(t):
+        t.inputs = t.inputs * (not is_often and t.step % 3 == 0)
+        return mse_loss(t.outputs(), t.target)
+
+    training = Training()
+    with Monitor(model=training.model, every=10, tell=[].append) as monitor:
+        training.train(loss_of, 100)
+    first = monitor.verdict.findings[0]
+    if is_often:
+        assert first.kind == "dead"
+        assert first.cause.startswith("The gradient of 0.weight is exactly 0 in step")
+        assert "the data" in first.action
+    else:
+        assert first.kind == "normal"

@@ -16,8 +16,9 @@ from gradscaler.diagnose._record.lines import ParameterSample, Sample
 
 _LOST = 0.05  # the share of gradients that are flushed, or zero beside many small ones
 _DEAD = 0.9  # the share of gradients that are exactly 0
-_FEW_SAMPLES = 2
+_FEW_SAMPLES = 4
 _SETTLED = 10  # steps; an adapter may start from 0
+_STOOD = 0.9  # times the first loss
 _HEADROOM = 4.0  # a larger scale fits if the largest gradient can double this often
 _LARGE_SCALE = 2.0**10  # at this scale, underflow does not make all gradients 0
 
@@ -35,7 +36,10 @@ def cut_off(evidence: Evidence) -> Finding | None:
         return None
     operations = Counter(cut.values())
     ((by, _),) = operations.most_common(1)
-    may_cut_all = by in (*STEPS, *ENDED) and sample.loss  # a hinge loss of 0 is at its end
+    # A hinge loss that has fallen is at its end.
+    first = evidence.first and evidence.first.loss
+    has_stood = bool(sample.loss and first) and abs(sample.loss or 0) > _STOOD * abs(first or 0)
+    may_cut_all = by in (*STEPS, *ENDED) and has_stood
     if not may_cut_all and not sample.parameters.keys() - cut.keys():
         return None
     names = [name for name, operation in cut.items() if operation == by]
@@ -145,8 +149,8 @@ def dead(evidence: Evidence) -> Finding | None:
 
 def unfed(evidence: Evidence) -> Finding | None:
     """A layer whose inputs are all 0: its bias has a gradient, and its weight has none."""
-    latest = evidence.measured[-_FEW_SAMPLES:]
-    if len(latest) < _FEW_SAMPLES or latest[-1].step < _SETTLED:
+    latest = [sample for sample in evidence.measured if sample.step >= _SETTLED]
+    if len(latest) < _FEW_SAMPLES:
         return None
     names = (name for name in latest[-1].parameters if name.rpartition(".")[2] == "weight")
     name = next((name for name in names if all(_is_unfed(name, each) for each in latest)), None)
@@ -155,7 +159,8 @@ def unfed(evidence: Evidence) -> Finding | None:
     return Finding(
         "dead",
         f"The gradient of {name} is exactly 0 in step {latest[-1].step}, and that of its bias is "
-        "not: all inputs of this layer are 0, or equal if it normalizes them.",
+        f"not, as in {len(latest)} samples: all inputs of this layer are 0 (or equal, if it "
+        "normalizes them), or a hook changes its gradient.",
         _whatever_the_scale(
             "look at the data and how they are prepared (uint8 // 255 is 0), and at what comes "
             "before this layer, such as ReLUs that are all off",

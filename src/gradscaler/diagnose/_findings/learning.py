@@ -55,8 +55,8 @@ def _overwritten(evidence: Evidence) -> str | None:
         return None
     return (
         "and weights change between the steps, too. If the loss should have fallen, look for what "
-        "writes into them, such as an average of weights with source and target swapped, or "
-        "load_state_dict()."
+        "writes into them, beside a clipping that is meant: an average of weights with source and "
+        "target swapped, or load_state_dict()."
     )
 
 

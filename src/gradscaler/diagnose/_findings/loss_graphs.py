@@ -82,8 +82,9 @@ def broadcast(evidence: Evidence) -> Finding | None:
     return Finding(
         "misuse",
         f"The loss compares each output with each target of the batch, not with its own: {by}, by "
-        "broadcasting. Outputs become the mean of the targets.",
-        "Give outputs and targets one shape: outputs.squeeze(-1), or targets.unsqueeze(-1).",
+        "broadcasting.",
+        "Unless all pairs are meant, give outputs and targets one shape: outputs.squeeze(-1), or "
+        "targets.unsqueeze(-1). Else outputs become the mean of the targets.",
         line=_line_in(by),
         count=count,
     )

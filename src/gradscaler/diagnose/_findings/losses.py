@@ -16,6 +16,7 @@ from gradscaler.diagnose._record.step import Step
 EXPLODED = 50.0  # times the loss before
 _GREW = 10.0  # times the norm of the first weights
 _GREW_A_LITTLE = 1.5
+_STILL_GROWS = 1.5  # times the loss half as long ago
 _RECENT = 20  # steps
 _SOON = 5  # steps from an exploded loss to an overflow that it explains, or from the start
 _LEASTEXPLODED = 5.0  # a critic's first loss may be near 0, and any later one is large beside it
@@ -180,7 +181,9 @@ def ran_away(evidence: Evidence) -> Finding | None:
     is_sudden = bool(before) and _size(since[0]) > EXPLODED * max(map(_size, before))
     if is_sudden and since[0].step > _SOON and not growth_of_rate(evidence):
         return None
-    last = since[-1]
+    last, middle = since[-1], since[len(since) // 2]
+    if (last.loss or 0.0) < 0 and _size(last) < _STILL_GROWS * _size(middle):
+        return None  # it comes to an end
     action = (
         "Go back to an earlier checkpoint, lower the learning rate or warm it up, and clip "
         "gradients; look for a loss without a lower bound, or with the wrong sign."

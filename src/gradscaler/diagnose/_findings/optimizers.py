@@ -10,7 +10,7 @@ from gradscaler.diagnose._record.lines import UNOWNED
 
 _FEW = 5  # calls or steps; fewer may be chance
 _FEW_STILL = 3  # steps; a warm-up begins with one or two at a learning rate of 0
-_MANY = 0.25  # of the steps
+_MANY, _ALMOST_ALL = 0.25, 0.9  # of the steps
 # Times the norm before. A weight decay that is chosen well halves or quarters it; at 0.02, two
 # layers in a row pass 0.04 % of what they did.
 _SHRUNK = 0.02
@@ -130,7 +130,8 @@ def still(evidence: Evidence) -> Finding | None:
 def renewed(evidence: Evidence) -> Finding | None:
     """An optimizer that is made anew for each step, so that it never has a state."""
     count = evidence.calls.get("renewed", 0)
-    if count < max(_FEW, _MANY * evidence.steps):
+    is_reset = evidence.calls.get("overwritten", 0) > 0  # its parameters are, too, on purpose
+    if is_reset or not max(_FEW, _ALMOST_ALL * evidence.steps) <= count <= evidence.steps:
         return None
     return Finding(
         "misuse",

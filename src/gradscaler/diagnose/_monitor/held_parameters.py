@@ -33,7 +33,8 @@ class HeldParameters:
         self.names: dict[int, str] = {}  # of optimizers, by their modules
         self._stepped: set[int] = set()
         self._parts: dict[str, NDArray[Any]] = {}  # at the sample before
-        self._left: dict[int, dict[str, NDArray[Any]]] = {}  # by an optimizer's latest sampled step
+        # The ids of the parameters of the latest sampled step, and what it left in them.
+        self._left: tuple[set[int], dict[str, NDArray[Any]]] | None = None
         self._version: int | None = None  # of the model's first trained parameter
 
     def note(self, optimizer: object, has_gradients: bool) -> int:
@@ -58,12 +59,18 @@ class HeldParameters:
 
     def note_left(self, optimizer: object) -> None:
         """Note the parameters that an optimizer's step left."""
-        self._left[id(optimizer)] = _parts_of(self._parameters.named(optimizer))
+        named = self._parameters.named(optimizer)
+        self._left = set(map(id, named.values())), _parts_of(named)
 
     def is_overwritten(self, optimizer: object) -> bool:
-        """Whether most parameters changed since the noted step, before the optimizer's next one."""
-        left = self._left.pop(id(optimizer), {})
-        now = _parts_of(self._parameters.named(optimizer)) if left else {}
+        """Whether most parameters changed since the noted step, if this is the next of the same."""
+        if self._left is None:
+            return False
+        (held, left), self._left = self._left, None
+        named = self._parameters.named(optimizer)
+        if held != set(map(id, named.values())):
+            return False
+        now = _parts_of(named)
         changed = [n for n, part in left.items() if not np.array_equal(part, now.get(n, part))]
         return 2 * len(changed) > len(left)
 

@@ -30,7 +30,10 @@ _OF_LOGITS = "log_softmax", "binary_cross_entropy_with_logits"
 _NORMALISE = "softmax", "sigmoid"
 # What comes between a loss and its differences of outputs and targets, and how these are taken.
 _ELEMENTWISE = "abs", "div", "mean", "mul", "pow", "sqrt", "sum", "to"
-_DIFFERENCES = "expand", "huber_loss", "mse_loss", "rsub", "smooth_l1_loss", "sub", "to"
+_KEEP_TARGETS = "huber_loss", "mse_loss", "smooth_l1_loss"
+_DIFFERENCES = "expand", "rsub", "sub", "to", *_KEEP_TARGETS
+_RESHAPES = "unsqueeze", "index"
+_CLOSE = 1e-2  # of the largest number, for differences that were rounded to bfloat16
 
 
 @dataclass
@@ -47,12 +50,16 @@ class ScaledLosses:
         self.is_whole &= self._add_nodes(loss, line_of)
         if loss.grad_fn is None:
             return
-        _, operation = _at_root(loss.grad_fn, _PASSED)
-        if operation in _NEVER_NEGATIVE:
+        root, _ = _at_root(loss.grad_fn, _PASSED)
+        if root is not None and (operation := differentiated(root.name())) in _NEVER_NEGATIVE:
             self.positive.append((operation, loss.detach()))
         for summand in summands_of(loss.grad_fn):
-            node, operation = _at_root(summand, _ELEMENTWISE)
-            if sizes := _broadcast(node, operation):
+            node, reader = _at_root(summand, _ELEMENTWISE)
+            if node is None:
+                continue
+            if differentiated(node.name()) in _KEEP_TARGETS:
+                reader = node
+            if sizes := _broadcast(node, differentiated(node.name()), reader):
                 self._note("broadcast", node, line_of(loss, node), sizes)
 
     def _add_nodes(self, loss: Tensor, line_of: Callable[[Tensor, Node], str | None]) -> bool:
@@ -109,25 +116,35 @@ def _divides_by_inf(node: Node) -> bool:
 
 def _normalised(node: Node) -> Node | None:
     """The softmax or sigmoid whose output a loss takes for logits; None if it takes another."""
-    if differentiated(node.name()) not in _OF_LOGITS or not (below := _before(node)):
+    if differentiated(node.name()) not in _OF_LOGITS:
         return None
-    inner = source_of(below[0])
+    inner = source_of(node.next_functions[0][0])  # not that of a target, which is the second
     return inner if inner is not None and differentiated(inner.name()) in _NORMALISE else None
 
 
 def _across(node: Node) -> Node | None:
-    """The log_softmax over the rows of a batch, of which nll_loss takes the classes, or None."""
+    """The log_softmax over the rows of a batch, of which nll_loss takes the classes, or None.
+
+    In a square of scores of pairs, as of texts and pictures, both dimensions are meant.
+    """
     if differentiated(node.name()) != "nll_loss" or not (below := _before(node)):
         return None
     (inner,) = below
     is_of_rows = differentiated(inner.name()) == "log_softmax" and saved(inner, "dim") == 0
-    return inner if is_of_rows and len(_shape_of(inner)) == 2 else None
+    shape = _shape_of(inner)
+    return inner if is_of_rows and len(shape) == 2 and shape[0] != shape[1] else None
 
 
-def _broadcast(node: Node, operation: str) -> str:
+def _broadcast(node: Node, operation: str, reader: Node) -> str:
     """The sizes, if a loss compares each of n outputs with each of n targets.
 
-    One of them has the shape [n, 1], the other [n]. A parameter of shape [n] may be meant so.
+    One of them has the shape [n, 1], the other [n]. A parameter of shape [n] may be meant so, and
+    so may outputs whose shape the code made [n, 1], and a table of n times n targets.
+
+    Args:
+        node: the node that may take the differences.
+        operation: its operation.
+        reader: the node that keeps the differences, or the targets.
     """
     while operation in _DIFFERENCES:
         below = _before(node)
@@ -136,10 +153,26 @@ def _broadcast(node: Node, operation: str) -> str:
         before, after = _shape_of(below[0]), _shape_of(node)
         is_table = len(after) == 2 and after[0] == after[1] > 1
         if is_table and before in (after[:1], (after[0], 1)):
-            return f" makes {list(after)} of {list(before)}"
+            is_meant = differentiated(below[0].name()) in _RESHAPES or not _repeats(reader, before)
+            return "" if is_meant else f" makes {list(after)} of {list(before)}"
         (node,) = below
         operation = differentiated(node.name())
     return ""
+
+
+def _repeats(node: Node, outputs: tuple[int, ...]) -> bool:
+    """Whether a node keeps n targets that were repeated for n outputs, or differences from them."""
+    targets, differences = saved(node, "target"), saved(node, "self")
+    along = 0 if len(outputs) == 2 else 1  # the dimension that repeats the targets
+    if targets is not None:
+        rest = targets - targets.narrow(along, 0, 1)
+    elif differences is not None:  # in each, a row less another is the same number
+        rest = differences - differences.narrow(along, 0, 1)
+        rest = rest - rest.narrow(1 - along, 0, 1)
+    else:
+        return False
+    kept = differences if targets is None else targets
+    return float(rest.abs().max()) <= _CLOSE * float(kept.abs().max())
 
 
 def _shape_of(node: Node) -> tuple[int, ...]:
@@ -160,11 +193,12 @@ def _before(node: Node) -> list[Node]:
     return [each for each, _ in node.next_functions if each is not None]
 
 
-def _at_root(node: Node, passed: tuple[str, ...]) -> tuple[Node, str]:
-    """The node that makes a loss and its operation, past other operations that take one input."""
+def _at_root(node: Node, passed: tuple[str, ...]) -> tuple[Node, Node]:
+    """The node that makes a loss, past other operations that take one input, and what reads it."""
+    reader = None
     while node is not None:
         operation, below = differentiated(node.name()), _before(node)
         if operation not in passed or len(below) != 1 or _is_weighted(node):
-            return node, operation
-        (node,) = below
-    return None, ""
+            return node, reader
+        reader, (node,) = node, below
+    return None, reader

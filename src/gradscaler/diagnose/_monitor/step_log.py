@@ -119,6 +119,7 @@ class StepLog:
         self._told = set[str]()  # texts
         self.counts = Counts(step, sampled=step)
         self._written_at = monotonic()  # the time of the last sample
+        self._idle = step, 0  # the last step, and how many steps without a gradient came before
         self._watched = step  # the last step that add_watched was called for
         self._has_made = False  # whether a watch that the user asked for has found the maker
         self._dtypes: Mapping[str, str] = {}
@@ -241,8 +242,14 @@ class StepLog:
             self._tell(self._look(is_last=False))
 
     def note_idle(self, name: str, count: int) -> None:
-        """Note a number of steps without a gradient, of an optimizer that has made no other."""
-        if self.num_steps and count == _MANY_CALLS:
+        """Note a number of steps without a gradient, of an optimizer that has made no other.
+
+        Others that step meanwhile have samples, which tell of it.
+        """
+        step, since = self._idle
+        if step != self.counts.step:
+            self._idle = step, since = self.counts.step, count - 1
+        if self.num_steps and count - since == _MANY_CALLS:
             self._keep(Watched(self.counts.step, calls={f"idle {name}": count}))
             self._tell(self._look(is_last=False))
 
