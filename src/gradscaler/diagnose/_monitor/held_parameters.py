@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradscaler.diagnose._gradients.arrays import sample_of
+from gradscaler.diagnose._gradients.arrays import local, sample_of
 from gradscaler.diagnose._gradients.reading import Tensor, largest
 from gradscaler.diagnose._monitor.parameters import OptimizersParameters, groups_of
 from gradscaler.diagnose._record.lines import UNOWNED, Optimizers
@@ -33,8 +33,7 @@ class HeldParameters:
         self.names: dict[int, str] = {}  # of optimizers, by their modules
         self._stepped: set[int] = set()
         self._parts: dict[str, NDArray[Any]] = {}  # at the sample before
-        # The ids of the parameters of the latest sampled step, and what it left in them.
-        self._left: tuple[set[int], dict[str, NDArray[Any]]] | None = None
+        self._left: dict[int, Tensor] = {}  # by the latest sampled step; parts by parameters' ids
         self._version: int | None = None  # of the model's first trained parameter
 
     def note(self, optimizer: object, has_gradients: bool) -> int:
@@ -58,21 +57,21 @@ class HeldParameters:
         return before is not None and self._version != before
 
     def note_left(self, optimizer: object) -> None:
-        """Note the parameters that an optimizer's step left."""
-        named = self._parameters.named(optimizer)
-        self._left = set(map(id, named.values())), _parts_of(named)
+        """Note the parameters that an optimizer's step left, without waiting for a device."""
+        self._left = {
+            id(p): _part_of(p).clone() for p in self._parameters.named(optimizer).values()
+        }
 
-    def is_overwritten(self, optimizer: object) -> bool:
-        """Whether most parameters changed since the noted step, if this is the next of the same."""
-        if self._left is None:
-            return False
-        (held, left), self._left = self._left, None
-        named = self._parameters.named(optimizer)
-        if held != set(map(id, named.values())):
-            return False
-        now = _parts_of(named)
-        changed = [n for n, part in left.items() if not np.array_equal(part, now.get(n, part))]
-        return 2 * len(changed) > len(left)
+    def overwritten(self, optimizer: object) -> list[Tensor]:
+        """For each parameter, whether it changed since the noted step; may be on a device.
+
+        The list is empty if no step was noted, or if this is not the next one of its parameters.
+        """
+        left, self._left = self._left, {}
+        named = self._parameters.named(optimizer) if left else {}
+        if left.keys() != set(map(id, named.values())):
+            return []
+        return [(_part_of(p) != left[id(p)]).any() for p in named.values()]
 
     def at_sample(self, optimizer: object) -> Optimizers:
         """What is known before a sampled step of an optimizer."""
@@ -129,6 +128,10 @@ class HeldParameters:
         names = ["/" + name.replace(".", "/") for name in held]
         common = os.path.commonpath(names or ["/"])[1:].replace("/", ".")
         return common or type(optimizer).__name__
+
+
+def _part_of(parameter: Tensor) -> Tensor:
+    return local(parameter).detach().reshape(-1)[:_FEW_ELEMENTS]
 
 
 def _parts_of(parameters: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:

@@ -34,6 +34,7 @@ class Iteration:
     cut: Mapping[str, str] | None = None  # see Sample
     begun: set[int] = field(default_factory=set)  # optimizers that unscaled or began a step
     new: set[int] = field(default_factory=set)  # optimizers that began a step without a state
+    overwritten: list[Tensor] = field(default_factory=list)  # a flag for each parameter
     is_unscaled: bool = False  # whether any gradients were unscaled
     follows_unstepped: bool = False  # whether the gradients before it were unscaled, and no step
     scaled: ScaledLosses = field(default_factory=ScaledLosses)  # if sampled, in PyTorch
@@ -59,6 +60,8 @@ class Iteration:
         calls = *self.calls, *["unzeroed"] * bool(unzeroed), *["lossless"] * (not self.losses)
         calls = *calls, *(f"unzeroed {name}" for name in unzeroed)
         calls = *calls, *self.scaled.calls(loss)
+        is_overwritten = 2 * sum(map(bool, self.overwritten)) > len(self.overwritten)
+        calls = *calls, *["overwritten"] * is_overwritten
         num_losses = len(self.losses)
         has_any = calls or self.backward or self.cut is not None or num_losses > 1
         observed = Observations(calls, frozenset(self.backward), self.cut, max(num_losses, 1))

@@ -162,8 +162,7 @@ class EagerObserver(StepSource):
             iteration.calls.append("still")
         if self._cut_off.is_looking:
             self._cut_off.note(self._named(optimizer))
-        if self._held.is_overwritten(optimizer):
-            iteration.calls.append("overwritten")
+        iteration.overwritten += self._held.overwritten(optimizer)
         if not getattr(optimizer, "state", True):
             iteration.new.add(id(optimizer))
 
