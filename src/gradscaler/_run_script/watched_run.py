@@ -80,18 +80,18 @@ class WatchedRun:
 
     def discard(self) -> None:
         """Close the file, and remove it."""
+        self._close()
+        self._path.unlink(missing_ok=True)
+
+    def _close(self) -> None:
         self._is_over = True
         if self._watch is not None:
             self._watch.close()
         self._monitor.close()
-        self._path.unlink(missing_ok=True)
 
     def end(self) -> None:
         """Close the file, and print the verdict; a run without a step leaves no file."""
-        self._is_over = True
-        if self._watch is not None:
-            self._watch.close()
-        self._monitor.close()
+        self._close()
         history, verdict = self._monitor.history, self._monitor.verdict
         steps = history[-1].step if history else 0
         if not history and verdict.kind == "normal":

@@ -307,8 +307,9 @@ def _named(
 
 def is_inf_in_float16(found: Located | None) -> bool:
     """Whether a tensor that was given to an operation is Inf, as sums in float16 may be."""
-    is_given = found is not None and found.kind == "input" and found.dtype == "float16"
-    return found is not None and is_given and found.num_inf > 0 and not found.num_nan
+    if found is None or (found.kind, found.dtype) != ("input", "float16"):
+        return False
+    return found.num_inf > 0 and not found.num_nan
 
 
 def at_line(found: Located | None, before: str = "by") -> str:

@@ -13,6 +13,7 @@ from gradscaler.diagnose._gradients.fitting_scales import Fit, fades, fit_of
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.formats import format_named
 from gradscaler.diagnose._record.lines import ParameterSample, Sample
+from gradscaler.diagnose._record.step import Step
 
 _LOST = 0.05  # the share of gradients that are flushed, or zero beside many small ones
 _DEAD = 0.9  # the share of gradients that are exactly 0
@@ -36,10 +37,7 @@ def cut_off(evidence: Evidence) -> Finding | None:
         return None
     operations = Counter(cut.values())
     ((by, _),) = operations.most_common(1)
-    # A hinge loss that has fallen is at its end.
-    first = evidence.first and evidence.first.loss
-    has_stood = bool(sample.loss and first) and abs(sample.loss or 0) > _STOOD * abs(first or 0)
-    may_cut_all = by in (*STEPS, *ENDED) and has_stood
+    may_cut_all = by in (*STEPS, *ENDED) and _has_stood(evidence.first, sample)
     if not may_cut_all and not sample.parameters.keys() - cut.keys():
         return None
     names = [name for name, operation in cut.items() if operation == by]
@@ -94,6 +92,13 @@ def cut_off(evidence: Evidence) -> Finding | None:
     )
 
 
+def _has_stood(first: Step | None, sample: Sample) -> bool:
+    """Whether a loss has not fallen, as a hinge loss does until its gradients end."""
+    if first is None or first.loss is None or sample.loss is None:
+        return False
+    return abs(sample.loss) > _STOOD * abs(first.loss)
+
+
 def dead(evidence: Evidence) -> Finding | None:
     """Gradients that are exactly 0 for another reason than underflow."""
     sample = evidence.sample
@@ -120,28 +125,25 @@ def dead(evidence: Evidence) -> Finding | None:
         which = f"The gradients of {len(zeros)} of {len(parameters)} parameters, {zeros[0]} first,"
         zeroed, none_small = "", ", and no gradient is small"
     cause = f"{which} are exactly 0 in step {sample.step}{at_scale}{none_small}"
+    try_ = (
+        f"look for {zeroed}an operation without a slope before the loss: ReLUs that are all off "
+        "(biases, learning rate), a clamp, rounding, argmax, a saturated function, or detach()"
+    )
     blank = () if sample.optimizers is None else sample.optimizers.blank
     if len(blank) > 1:
-        return Finding(
-            "dead",
-            f"{cause}: {len(blank)} matrices, {blank[0]} and {blank[1]} first, are all 0 "
-            "themselves, and the gradient of each is a product with another.",
-            _whatever_the_scale(
-                "start all but one factor of a product from random numbers (of LoRA's A and B, "
-                "only B from 0)",
-                evidence,
-            ),
-            blank[0],
+        where = blank[0]
+        cause += (
+            f": {len(blank)} matrices, {where} and {blank[1]} first, are all 0 themselves, and the "
+            "gradient of each is a product with another"
+        )
+        try_ = (
+            "start all but one factor of a product from random numbers (of LoRA's A and B, only B "
+            "from 0)"
         )
     return Finding(
         "dead",
         f"{cause}.",
-        _whatever_the_scale(
-            f"look for {zeroed}an operation without a slope before the loss: ReLUs that are all "
-            "off (biases, learning rate), a clamp, rounding, argmax, a saturated function, or "
-            "detach()",
-            evidence,
-        ),
+        _whatever_the_scale(try_, evidence),
         where,
         is_certain=False,
     )

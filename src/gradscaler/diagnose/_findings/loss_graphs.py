@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._record.finding import Finding
 
@@ -22,80 +24,61 @@ def unbounded(evidence: Evidence) -> Finding | None:
     )
 
 
-def absorbed(evidence: Evidence) -> Finding | None:
-    """An Inf in the forward pass that a division makes 0, so that no loss or gradient shows it."""
-    count = evidence.calls.get("absorbed", 0)
-    if count < _FEW_SAMPLES:
-        return None
-    by = place_of("absorbed", evidence)
-    return Finding(
-        "activations",
-        f"The forward pass divides by an Inf of float16, in {by}, in each of {count} samples: the "
-        "quotient and its gradient are exactly 0, though the loss is finite.",
-        "Compute that divisor in float32 (x.float()): a sum, a count or a mean of squares beyond "
-        "65504 is Inf in float16.",
-        line=_line_in(by),
-        count=count,
-    )
+def _at_a_place(
+    call: str, kind: str, cause: str, action: str
+) -> Callable[[Evidence], Finding | None]:
+    """The detector of a call that samples count by its place; see ``Sample.calls``.
+
+    ``cause`` and ``action`` may name ``{place}``, ``{operation}`` and ``{count}``.
+    """
+
+    def detect(evidence: Evidence) -> Finding | None:
+        count = evidence.calls.get(call, 0)
+        if count < _FEW_SAMPLES:
+            return None
+        place = place_of(call, evidence)
+        operation, _, rest = place.partition(" at ")
+        known = {"place": place, "operation": operation, "count": count}
+        line = rest.partition(" makes ")[0] or None
+        return Finding(kind, cause.format(**known), action.format(**known), line=line, count=count)
+
+    return detect
 
 
-def normalised_twice(evidence: Evidence) -> Finding | None:
-    """A loss that takes probabilities where it expects logits."""
-    count = evidence.calls.get("twice", 0)
-    if count < _FEW_SAMPLES:
-        return None
-    by = place_of("twice", evidence)
-    return Finding(
-        "misuse",
-        f"The loss takes logits and is given probabilities, the output of {by}: it normalises "
-        "them once more, so it cannot come near 0, and its gradients are small.",
-        f"Leave out this {by.partition(' ')[0]}, as cross_entropy and "
-        "binary_cross_entropy_with_logits apply their own; or give the logarithm of probabilities "
-        "to nll_loss.",
-        line=_line_in(by),
-        count=count,
-    )
+absorbed = _at_a_place(
+    "absorbed",
+    "activations",
+    "The forward pass divides by an Inf of float16, in {place}, in each of {count} samples: the "
+    "quotient and its gradient are exactly 0, though the loss is finite.",
+    "Compute that divisor in float32 (x.float()): a sum, a count or a mean of squares beyond 65504 "
+    "is Inf in float16.",
+)
+normalised_twice = _at_a_place(
+    "twice",
+    "misuse",
+    "The loss takes logits and is given probabilities, the output of {place}: it normalises them "
+    "once more, so it cannot come near 0, and its gradients are small.",
+    "Leave out this {operation}, as cross_entropy and binary_cross_entropy_with_logits apply their "
+    "own; or give the logarithm of probabilities to nll_loss.",
+)
+across = _at_a_place(
+    "across",
+    "misuse",
+    "nll_loss takes the classes along dim 1, and {place} is along dim 0: the probabilities of a "
+    "class add up to 1 over the batch, not those of a row over the classes.",
+    "Call log_softmax with dim=1, or give the logits to cross_entropy.",
+)
+broadcast = _at_a_place(
+    "broadcast",
+    "misuse",
+    "The loss compares each output with each target of the batch, not with its own: {place}, by "
+    "broadcasting.",
+    "Unless all pairs are meant, give outputs and targets one shape: outputs.squeeze(-1), or "
+    "targets.unsqueeze(-1). Else outputs become the mean of the targets.",
+)
 
 
-def across(evidence: Evidence) -> Finding | None:
-    """Probabilities that add up to 1 over the batch, in place of the classes."""
-    count = evidence.calls.get("across", 0)
-    if count < _FEW_SAMPLES:
-        return None
-    by = place_of("across", evidence)
-    return Finding(
-        "misuse",
-        f"nll_loss takes the classes along dim 1, and {by} is along dim 0: the probabilities of a "
-        "class add up to 1 over the batch, not those of a row over the classes.",
-        "Call log_softmax with dim=1, or give the logits to cross_entropy.",
-        line=_line_in(by),
-        count=count,
-    )
-
-
-def broadcast(evidence: Evidence) -> Finding | None:
-    """A loss that compares each output with all targets of its batch."""
-    count = evidence.calls.get("broadcast", 0)
-    if count < _FEW_SAMPLES:
-        return None
-    by = place_of("broadcast", evidence)
-    return Finding(
-        "misuse",
-        f"The loss compares each output with each target of the batch, not with its own: {by}, by "
-        "broadcasting.",
-        "Unless all pairs are meant, give outputs and targets one shape: outputs.squeeze(-1), or "
-        "targets.unsqueeze(-1). Else outputs become the mean of the targets.",
-        line=_line_in(by),
-        count=count,
-    )
-
-
-def place_of(kind: str, evidence: Evidence) -> str:
-    """The place that most samples show for calls of a kind, such as ``"sub at train.py:7"``."""
-    places = {name: n for name, n in evidence.calls.items() if name.startswith(f"{kind} ")}
+def place_of(call: str, evidence: Evidence) -> str:
+    """The place that most samples show for a call, such as ``"sub at train.py:7"``."""
+    places = {name: n for name, n in evidence.calls.items() if name.startswith(f"{call} ")}
     return max(places, key=lambda name: places[name]).partition(" ")[2]
-
-
-def _line_in(place: str) -> str | None:
-    """The line in a place; None if it is unknown."""
-    return place.partition(" at ")[2].partition(" makes ")[0] or None

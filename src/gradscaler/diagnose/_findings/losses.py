@@ -19,9 +19,8 @@ _GREW_A_LITTLE = 1.5
 _STILL_GROWS = 1.5  # times the loss half as long ago
 _RECENT = 20  # steps
 _SOON = 5  # steps from an exploded loss to an overflow that it explains, or from the start
-_LEASTEXPLODED = 5.0  # a critic's first loss may be near 0, and any later one is large beside it
+_LEAST_EXPLODED = 5.0  # a critic's first loss may be near 0, and any later one is large beside it
 _FEW = 3  # steps that a finding lists
-_FEW_SAMPLES = 2
 _RAN_AWAY = 1e3  # times the first loss; targets that grow by design rarely take the weights along
 _OFTEN = 0.3  # the share of the latest steps that fail if it diverges; as targets grow, fewer fail
 
@@ -261,7 +260,7 @@ def _explosion_at_once(evidence: Evidence) -> tuple[Step, Step] | None:
     later = seen[min(_SOON, len(seen) // 2) :]
     if len(seen) < 2:
         return None
-    least = max(EXPLODED * _size(seen[0]), _LEASTEXPLODED)
+    least = max(EXPLODED * _size(seen[0]), _LEAST_EXPLODED)
     peak = max(later, key=_size)
     return (seen[0], peak) if min(map(_size, later)) > least else None
 

@@ -55,11 +55,7 @@ class ScaledLosses:
             self.positive.append((operation, loss.detach()))
         for summand in summands_of(loss.grad_fn):
             node, reader = _at_root(summand, _ELEMENTWISE)
-            if node is None:
-                continue
-            if differentiated(node.name()) in _KEEP_TARGETS:
-                reader = node
-            if sizes := _broadcast(node, differentiated(node.name()), reader):
+            if node is not None and (sizes := _broadcast(node, reader)):
                 self._note("broadcast", node, line_of(loss, node), sizes)
 
     def _add_nodes(self, loss: Tensor, line_of: Callable[[Tensor, Node], str | None]) -> bool:
@@ -135,7 +131,7 @@ def _across(node: Node) -> Node | None:
     return inner if is_of_rows and len(shape) == 2 and shape[0] != shape[1] else None
 
 
-def _broadcast(node: Node, operation: str, reader: Node) -> str:
+def _broadcast(node: Node, reader: Node) -> str:
     """The sizes, if a loss compares each of n outputs with each of n targets.
 
     One of them has the shape [n, 1], the other [n]. A parameter of shape [n] may be meant so, and
@@ -143,10 +139,11 @@ def _broadcast(node: Node, operation: str, reader: Node) -> str:
 
     Args:
         node: the node that may take the differences.
-        operation: its operation.
-        reader: the node that keeps the differences, or the targets.
+        reader: the node that reads them, and keeps them then.
     """
-    while operation in _DIFFERENCES:
+    if differentiated(node.name()) in _KEEP_TARGETS:
+        reader = node
+    while differentiated(node.name()) in _DIFFERENCES:
         below = _before(node)
         if len(below) != 1 or is_leaf(below[0]):
             return ""
@@ -156,7 +153,6 @@ def _broadcast(node: Node, operation: str, reader: Node) -> str:
             is_meant = differentiated(below[0].name()) in _RESHAPES or not _repeats(reader, before)
             return "" if is_meant else f" makes {list(after)} of {list(before)}"
         (node,) = below
-        operation = differentiated(node.name())
     return ""
 
 
