@@ -32,7 +32,7 @@ class HeldParameters:
         self._idle: dict[int, int] = {}  # steps without a gradient, of those that made no other
         self.names: dict[int, str] = {}  # of optimizers, by their modules
         self._stepped: set[int] = set()
-        self._parts: dict[str, NDArray[Any]] = {}  # at the sample before
+        self._outer: dict[str, tuple[NDArray[Any], float]] = {}  # those outside, and gradients
         self._left: dict[int, Tensor] = {}  # by the latest sampled step; parts by parameters' ids
         self._version: int | None = None  # of the model's first trained parameter
 
@@ -95,10 +95,11 @@ class HeldParameters:
         return not own.isdisjoint(self._held.get(id(optimizer), own))
 
     def _outside(self) -> tuple[str, ...]:
-        """The parameters with a gradient that none holds, of modules that have not moved.
+        """The parameters with a new gradient that none holds, of modules that have not moved.
 
         What moves a module that none holds is an optimizer that is not seen, such as that of
-        another scaler. In its steps the gradient of one parameter may be 0.
+        another scaler. In its steps the gradient of one parameter may be 0. A head of an earlier
+        stage keeps its last gradient.
         Those before the first that is held are left out: a backbone may be meant to stay. If none
         is held, a wrong optimizer is stepped.
         """
@@ -106,17 +107,17 @@ class HeldParameters:
         held = set[int]().union(*self._held.values())
         places = [place for place, p in enumerate(named.values()) if id(p) in held]
         first = places[0] if places else -1
-        rest = {
-            name: parameter
+        before = self._outer
+        self._outer = {
+            name: (np.array(sample_of(parameter, _FEW_ELEMENTS)), gradient)
             for place, (name, parameter) in enumerate(named.items())
-            if place > first and id(parameter) not in held and _is_used(parameter)
+            if place > first and id(parameter) not in held and (gradient := _gradient_of(parameter))
         }
-        before = self._parts
-        self._parts = _parts_of(rest)
-        known = [name for name in rest if name in before]
-        still = [name for name in known if np.array_equal(before[name], self._parts[name])]
+        known = [name for name in self._outer if name in before]
+        still = [name for name in known if np.array_equal(before[name][0], self._outer[name][0])]
         moved = {_module_of(name) for name in known if name not in still}
-        return tuple(name for name in still if _module_of(name) not in moved)
+        new = [name for name in still if before[name][1] != self._outer[name][1]]
+        return tuple(name for name in new if _module_of(name) not in moved)
 
     def _name_of(self, optimizer: object) -> str:
         """The module that an optimizer's parameters have in common, else the optimizer's class."""
@@ -132,10 +133,6 @@ class HeldParameters:
 
 def _part_of(parameter: Tensor) -> Tensor:
     return local(parameter).detach().reshape(-1)[:_FEW_ELEMENTS]
-
-
-def _parts_of(parameters: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:
-    return {name: np.array(sample_of(p, _FEW_ELEMENTS)) for name, p in parameters.items()}
 
 
 def rates_of(optimizer: object) -> list[float]:
@@ -173,8 +170,8 @@ def _is_blank(parameter: Tensor) -> bool:
     return not largest(parameter) and not largest(gradient)
 
 
-def _is_used(parameter: Tensor) -> bool:
-    """Whether a parameter is trained, and has a gradient; one that was frozen may keep its last."""
+def _gradient_of(parameter: Tensor) -> float:
+    """The largest magnitude of the gradient of a parameter that is trained; 0 without one."""
     gradient = getattr(parameter, "grad", None)
-    is_kept = gradient is None or not getattr(parameter, "requires_grad", True)
-    return not is_kept and bool(largest(gradient) != 0)
+    is_kept = gradient is None or not getattr(parameter, "requires_grad", True)  # since before
+    return 0.0 if is_kept else float(largest(gradient))
