@@ -53,6 +53,8 @@ def watching_lines(see):
             return None
         if code.co_name == "remove_all":  # the collector calls it too, and ignores its errors
             return None
+        if code.co_name == "_unless":  # an interrupt at the end of optimizer.step() itself
+            return None
         # A generator that the collector finishes cannot be interrupted. What a constructor has
         # returned is the caller's.
         is_generator = code.co_flags & inspect.CO_GENERATOR

@@ -489,18 +489,10 @@ def test_weights_that_other_code_writes_are_told_if_the_loss_stands(is_written):
     assert ("weights change between the steps" in str(monitor.verdict)) == is_written
 
 
-class InAList(nn.Module):
-    """Its first layers are in no module."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
-        self.last = nn.Linear(4, 4)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.last(x)
+def beside_others():
+    layers, last = [nn.Linear(4, 4), nn.Linear(4, 4)], nn.Linear(4, 4)
+    last.register_forward_pre_hook(lambda _, given: layers[1](layers[0](*given)))
+    return last
 
 
 def deep():
@@ -511,7 +503,7 @@ def deep():
 @pytest.mark.parametrize(
     ("model", "hint"),
     [
-        (InAList, r"neither the model nor an optimizer holds: 4 \(of shape \[4, 4\] first\)"),
+        (beside_others, r"neither the model nor an optimizer holds: 4 \(of shape \[4, 4\] first\)"),
         (
             deep,
             r"gradients vanish on their way: those of \d\.\w+ are at most 2\*\*-\d\d, those of 24",
@@ -545,3 +537,167 @@ def test_a_layer_whose_inputs_are_all_0_is_told_if_they_always_are(is_often):
         assert "the data" in first.action
     else:
         assert first.kind == "normal"
+
+
+class InAList(nn.Module):
+    """Its first layers are in a list or a dict, which registers none."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.kept = {"first": nn.Linear(4, 4)} if kept is dict else kept([nn.Linear(4, 4)])
+        self.last = nn.Linear(4, 4)
+
+    @property
+    def first(self):
+        return self.kept["first"] if isinstance(self.kept, dict) else self.kept[0]
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+def of_a_list(model):
+    assert model.first.weight.requires_grad
+
+
+def with_an_optimizer(model):
+    return model.first.parameters()
+
+
+def frozen(model):
+    model.first.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("kept", "prepare", "name"),
+    [
+        (list, of_a_list, "kept[0].weight"),
+        (tuple, of_a_list, "kept[0].weight"),
+        (dict, of_a_list, "kept['first'].weight"),
+        (nn.ModuleList, of_a_list, None),
+        (list, with_an_optimizer, None),
+        (list, frozen, None),
+    ],
+)
+def test_layers_in_a_list_are_told_though_the_loss_falls(kept, prepare, name):
+    training = Training()
+    training.model = InAList(kept)
+    others = prepare(training.model) or ()
+    training.optimizer = torch.optim.SGD([*training.model.parameters(), *others], lr=0.1)
+    with Monitor(model=training.model, tell=[].append) as monitor:
+        training.train(lambda t: mse_loss(t.outputs(), t.target), 60)
+    first = monitor.verdict.findings[0]
+    assert (first.kind == "misuse") == (name is not None)
+    if name is not None:
+        assert first.cause.startswith(f"The model does not know 2 parameters ({name} first)")
+        assert "nn.ModuleList" in first.action
+
+
+EARLY = "of 200 on, so little moves since then"
+schedules = torch.optim.lr_scheduler
+
+
+@pytest.mark.parametrize(
+    ("make", "is_told"),
+    [
+        (lambda optimizer: schedules.StepLR(optimizer, 10, gamma=0.1), True),
+        (lambda optimizer: schedules.ExponentialLR(optimizer, 0.8), True),
+        (lambda optimizer: schedules.MultiStepLR(optimizer, [10, 20, 30, 180]), True),
+        (lambda optimizer: schedules.StepLR(optimizer, 60, gamma=0.1), False),
+        (lambda optimizer: schedules.CosineAnnealingLR(optimizer, 200), False),
+        (lambda optimizer: schedules.CosineAnnealingWarmRestarts(optimizer, 20), False),
+        (lambda optimizer: schedules.OneCycleLR(optimizer, 0.1, total_steps=200), False),
+    ],
+)
+def test_a_schedule_of_epochs_that_is_stepped_by_batches_is_told(make, is_told):
+    training = Training()
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1)
+    schedule = make(training.optimizer)
+
+    def loss_of(t):
+        if t.step > 1:
+            schedule.step()
+        return mse_loss(t.outputs(), t.target)
+
+    with Monitor(model=training.model, every=10, tell=[].append) as monitor:
+        training.train(loss_of, 200)
+    said = str(monitor.verdict)
+    assert (EARLY in said) == is_told
+    assert not is_told or "once an epoch" in said
+
+
+def test_units_that_too_large_a_step_ended_are_told_as_that():
+    training = Training()
+    training.model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4))
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=1e-3)
+
+    def loss_of(t):
+        t.optimizer.param_groups[0]["lr"] = 100.0 if t.step == 1 else 0.01
+        if t.step == 3:  # the step has thrown the units off
+            nn.init.constant_(t.model[0].bias, -1e6)
+            nn.init.zeros_(t.model[2].weight)
+        return mse_loss(t.outputs(), t.target)
+
+    with Monitor(model=training.model, every=10, tell=[].append) as monitor:
+        training.train(loss_of, 100)
+    assert re.search(r"The loss grew from \d.* \(step 1\) to \d.*step 2\)", str(monitor.verdict))
+    assert "Lower the learning rate" in monitor.verdict.findings[0].action
+
+
+class Autoencoder(nn.Module):
+    """A variational one, whose inputs are as large as they were measured."""
+
+    def __init__(self):
+        super().__init__()
+        self.code, self.decode = nn.Linear(4, 4), nn.Linear(2, 4)
+
+    def forward(self, x):
+        mean, variance = self.code(x).chunk(2, dim=1)
+        deviation = (variance / 2).exp()  # deviation
+        return self.decode(mean + torch.ones_like(mean) * deviation)
+
+
+def test_the_exponential_that_made_numbers_large_is_told():
+    model, told = Autoencoder(), []
+    nn.init.constant_(model.code.weight, 1.0)
+    optimizer = torch.optim.Adam(model.parameters())
+    with Monitor(model=model, tell=told.append):
+        for size in (0.1, 0.1, 35.0):
+            inputs = torch.full((8, 4), size)
+            optimizer.zero_grad()
+            mse_loss(model(inputs), inputs).backward()
+            optimizer.step()
+    assert (
+        f"so large after exp at {line_with('deviation')}: clamp what that takes" in told[0].action
+    )
+
+
+@pytest.mark.parametrize("factor", [1024.0, 1.0, 100.0])
+def test_a_loss_that_the_script_scales_itself_is_not_called_unscaled(factor):
+    training = Training(torch.float16)
+    training.model.half()
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=1e-3)
+
+    def loss_of(t):
+        t.inputs = t.inputs.half()
+        return mse_loss(t.model(t.inputs).float(), t.target) * factor
+
+    with Monitor(model=training.model, tell=[].append) as monitor:
+        training.train(loss_of, 60)
+    assert ("nothing scales the loss" in str(monitor.verdict)) == (factor != 1024)
+    assert all(step.loss < 20 for step in monitor.history) == (factor != 100)
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_head_of_an_earlier_stage_keeps_a_gradient_and_is_not_told(is_used):
+    training = Training()
+    training.model.append(nn.Linear(4, 4))
+    own = [*training.model[:3].parameters()]
+    training.optimizer = torch.optim.SGD(own, lr=0.01)
+    training.model[3].weight.grad = torch.ones(4, 4)
+
+    def loss_of(t):
+        return mse_loss(t.model(t.inputs) if is_used else t.model[:3](t.inputs), t.target)
+
+    with Monitor(model=training.model, every=10, tell=[].append) as monitor:
+        training.train(loss_of, 60)
+    assert ("In no optimizer that is stepped" in str(monitor.verdict)) == is_used

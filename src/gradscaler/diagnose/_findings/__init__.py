@@ -34,9 +34,9 @@ _GROUPS: tuple[tuple[_Detector, ...], ...] = (
     (bad_state,),
     (calls.unused, calls.disabled, optimizers.stepless),
     (optimizers.uphill, loss_graphs.unbounded, optimizers.decayed),
-    (optimizers.still, optimizers.renewed),
+    (optimizers.still, optimizers.renewed, optimizers.faded),
     (optimizers.idle,),
-    (optimizers.outside,),
+    (optimizers.outside, loss_graphs.unregistered),
     (optimizers.unscaled,),
     (calls.unzeroed,),
     (calls.scaled_in_loss,),
@@ -105,14 +105,14 @@ def judge(evidence: Evidence) -> Verdict:
 
 def _in_a_streak(evidence: Evidence) -> Iterator[Finding]:
     """Yield the findings for a long streak of skips: first its cause, then all others."""
-    yield from _found((optimizers.nonfinite, optimizers.uphill), evidence)
+    yield from _found((optimizers.nonfinite, optimizers.uphill, calls.repeated), evidence)
     yield from _found((calls.unzeroed, calls.scaled_in_loss), evidence)
     yield of_skips(evidence)
     yield from _found(_BESIDE_SKIPS, evidence)
 
 
 def _over_a_run(evidence: Evidence) -> Iterator[Finding]:
-    yield from _found((optimizers.nonfinite,), evidence)
+    yield from _found((optimizers.nonfinite, calls.repeated), evidence)
     count = evidence.bad_and_applied + evidence.bad_and_skipped
     if evidence.parameter is not None and count:
         so = f"and the loss was NaN or Inf in {count} of {evidence.steps} steps"

@@ -18,6 +18,10 @@ _BEYOND_FLOAT32 = (
     "its numbers leave the range of float32, too: look for outliers in inputs and labels, and for "
     "an exponential or a power before it"
 )
+_ENLARGED = (
+    "its inputs are so large after {}: clamp what that takes (the logarithm of a variance to at "
+    "most 20), and normalize the inputs of the model"
+)
 _PRODUCT = (
     "a product of finite numbers is never NaN, so a factor is a constant Inf or NaN: mask with "
     "where() or masked_fill() instead"
@@ -208,6 +212,8 @@ def of_operation(located: Located) -> str | None:
     if located.operation is None:
         return None
     operation, has_inf = located.operation.strip("_"), located.num_inf > 0
+    if located.enlarged_by is not None and has_inf:
+        return _ENLARGED.format(located.enlarged_by)
     is_power, is_wide = operation in _POWERS, located.dtype in _WIDE
     is_large = located.largest_input > 1e18  # its square leaves float32
     is_small = not (has_inf or is_large)
@@ -297,7 +303,9 @@ def _named(
         return None
     advice = named[longest]
     where = hidden if advice in (*_AT_0, _ANGLE_SLOPE) else ""
-    lost_eps = f"; {_LOST_EPS}" if is_in_float16 and advice in (*_AT_0, _LOG, _LOG_OF_0) else ""
+    lost_eps = (
+        f"; {_LOST_EPS}" if is_in_float16 and advice in (*_AT_0, _0_BY_0, _LOG, _LOG_OF_0) else ""
+    )
     if located.dtype == "bfloat16" and advice in (_LOG, _LOG1P, _LOG_OF_0, _LOG_SLOPE):
         lost_eps = f"; {_LOST_IN_BFLOAT16}"
     if located.dtype == "bfloat16" and advice in (_DIVISION, _0_BY_0):

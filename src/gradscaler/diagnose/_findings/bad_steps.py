@@ -24,6 +24,11 @@ _IN_FLOAT16 = (
     "numbers beyond 65504 are Inf in float16: scale the loss by a GradScaler, which skips such "
     "steps, or train in bfloat16"
 )
+_SCALED_BY_HAND = (
+    "the script multiplies its loss by a scale of its own, which makes gradients larger than the "
+    "65504 that float16 ends at: leave that to a GradScaler, which skips such steps and lowers its "
+    "scale, or lower it"
+)
 _OVERFLOW = (
     "look for a division by a number near 0 or an exponential, lower the learning rate or warm it "
     "up, and clip gradients"
@@ -85,6 +90,8 @@ def _of_large_numbers(evidence: Evidence, so: str) -> Finding | None:
     first = next((loss for loss in losses if loss is not None), 0.0)
     if found is None or found.kind != "forward" or not _LARGE <= first < math.inf:
         return None
+    if found.enlarged_by is not None:  # an exponential did that
+        return None
     return Finding(
         "activations",
         f"The forward pass makes numbers that are too large from the start (the first loss is "
@@ -139,6 +146,8 @@ def _of_gradients(evidence: Evidence, bad: BadStep) -> Finding:
     action = of_backward(found)
     if not first.num_nan and not at:
         action = _IN_FLOAT16 if evidence.is_in_float16 else _OVERFLOW
+        if evidence.is_in_float16 and evidence.calls.get("by_hand"):
+            action = _SCALED_BY_HAND
     return Finding(
         "nan",
         f"The gradient of {first.name} is {what}{at}{loss}, and {this} was applied with it.",

@@ -77,6 +77,22 @@ def disabled(evidence: Evidence) -> Finding | None:
     )
 
 
+def repeated(evidence: Evidence) -> Finding | None:
+    """Steps that an optimizer takes once more, beside those of its scaler."""
+    count = evidence.calls.get("repeated", 0)
+    if count < _FEW:
+        return None
+    return Finding(
+        "misuse",
+        f"optimizer.step() was called {count} times beside step(optimizer) of the scaler, with the "
+        "same gradients: each step is taken twice, and one that is skipped for an Inf or a NaN is "
+        "taken all the same.",
+        "Leave out optimizer.step(): step(optimizer) of the scaler calls it. If the weights are "
+        "Inf or NaN, go back to a checkpoint.",
+        count=count,
+    )
+
+
 def unscaled_loss(evidence: Evidence) -> Finding | None:
     """Losses that are not scaled although their gradients are unscaled."""
     count, steps = evidence.calls.get("lossless", 0), evidence.steps
@@ -236,7 +252,9 @@ def full_precision(evidence: Evidence) -> Finding | None:
 def without_scaling(evidence: Evidence) -> Finding | None:
     """Backward passes in float16 whose loss nothing scales."""
     bad = evidence.bad_step
-    if evidence.has_scaler or not evidence.is_in_float16 or (bad and bad.lost_eps is not None):
+    if evidence.has_scaler or not evidence.is_in_float16 or evidence.calls.get("by_hand"):
+        return None
+    if bad is not None and bad.lost_eps is not None:
         return None  # PyTorch scales no loss of float16 weights, which need another eps first
     sample, lost = evidence.sample, ""
     is_sound = bad is None or bad.is_left_out or (sample is not None and sample.step < bad.step)

@@ -66,7 +66,7 @@ class Evidence:
     cut: Mapping[str, str] = field(default_factory=dict)  # see Sample.cut
     earlier: VerdictLine | None = None  # the verdict on an earlier streak
     optimizers: Optimizers | None = None  # in the latest sample that looked at them
-    rates: tuple[tuple[int, float], ...] = ()  # the learning rate by sampled step
+    rates: tuple[tuple[int, float], ...] = ()  # the learning rate by sampled step, first and last
     has_scaler: bool = True  # whether losses are scaled
     bad_step: BadStep | None = None  # the first that was applied, else one that was left out
 
@@ -176,7 +176,7 @@ class Evidence:
             measured=measured,
             peaks=peaks,
             optimizers=line.optimizers or self.optimizers,
-            rates=(*self.rates, *_rate_of(line))[-HISTORY_LENGTH:],
+            rates=(*self.rates[:1], *(*self.rates[1:], *_rate_of(line))[-HISTORY_LENGTH:]),
             backward=self.backward.union(line.backward),
             calls=Counter(self.calls) + Counter(line.calls),
         )

@@ -26,6 +26,7 @@ _LARGE_SCALE = 2.0**10  # at this scale, underflow does not make all gradients 0
 STEPS = "sign", "sgn", "round", "floor", "ceil", "trunc"  # their slope is 0 everywhere
 SATURATED = "tanh", "sigmoid", "hardsigmoid", "softmax"  # their slope may round to 0
 ENDED = "relu", "threshold", "clamp", "clamp_min", "clamp_max", "hardtanh"  # slope 0 at an end
+ENDS_UNITS = frozenset({*SATURATED, *ENDED})  # if a step was too large
 CHECKPOINT = "checkpoint"  # stands for a reentrant one whose inputs require no gradient
 CUT = ""  # stands for an operation where the graph is cut, such as by detach()
 
@@ -113,12 +114,16 @@ def dead(evidence: Evidence) -> Finding | None:
         is_small = False  # nothing underflows
     elif is_all:  # zeros right after large gradients are no underflow: a softmax may saturate
         is_small = sample.scale < _LARGE_SCALE and not evidence.reached_one(sample.scale)
+        is_small = is_small and not evidence.calls.get("by_hand")  # at a scale that is not known
     else:
         is_small = any(map(fades, parameters.values()))
     if is_small or not (is_all or len(zeros) > len(parameters) / 2):
         return None
     at_scale = f", at a loss scale of {sample.scale:g}" if evidence.has_scaler else ""
-    which, zeroed = "All gradients", "zero_grad() between backward() and step(), or "
+    which, zeroed = (
+        "All gradients",
+        "zero_grad() between backward() and step(), a clip by a norm of Inf, or ",
+    )
     where, none_small = None, ""
     if not is_all:
         where = _nearest_the_loss(parameters)

@@ -13,7 +13,6 @@ _RAN_AWAY = 1e3  # times the first loss
 _ROSE = 2.0  # times the first loss; a batch's own loss often is a little larger
 _FELL = 0.05  # of the first loss, at least
 _EARLY, _LATEST = 10, 20  # steps, whose mean losses are compared, as one batch's own says little
-_FADED = 1e-6  # times the first learning rate
 _VANISHED = 20  # powers of 2 from the largest gradient of one parameter to that of another
 _A_BOUND = "a lower bound, look for a term with the wrong sign"
 _LONG = 100  # steps, in which a loss falls
@@ -35,11 +34,6 @@ def whether_it_learns(evidence: Evidence) -> str:
     if evidence.steps < _LONG or fmean(losses[-_LATEST:]) < usual - _FELL * abs(usual):
         return f"Nothing needs fixing: {went}."
     ends = [rate for _, rate in (*evidence.rates[:1], *evidence.rates[-1:])]
-    if ends and ends[-1] < _FADED * ends[0]:
-        return (
-            f"{judged} while the learning rate fell from {ends[0]:g} to {ends[-1]:g}. Step its "
-            "schedule once an epoch, or let it end at a larger rate."
-        )
     if hint := _overwritten(evidence) or _unheld(evidence) or _vanished(evidence):
         return f"{judged}, {hint}"
     rates = " to ".join(dict.fromkeys(f"{rate:g}" for rate in ends))
@@ -65,9 +59,8 @@ def _unheld(evidence: Evidence) -> str | None:
         return None
     return (
         f"and it depends on parameters that neither the model nor an optimizer holds: "
-        f"{place_of('unheld', evidence)}. Keep layers in nn.ModuleList or nn.ModuleDict, not in a "
-        "list or dict, and make the optimizer after them; or call requires_grad_(False) on those "
-        "that are meant to stay."
+        f"{place_of('unheld', evidence)}. Give them to an optimizer; or call "
+        "requires_grad_(False) on those that are meant to stay."
     )
 
 

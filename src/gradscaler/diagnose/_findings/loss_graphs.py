@@ -73,8 +73,16 @@ broadcast = _at_a_place(
     "misuse",
     "The loss compares each output with each target of the batch, not with its own: {place}, by "
     "broadcasting.",
-    "Unless all pairs are meant, give outputs and targets one shape: outputs.squeeze(-1), or "
-    "targets.unsqueeze(-1). Else outputs become the mean of the targets.",
+    "Unless all pairs are meant, give outputs and targets one shape: squeeze(-1) those of shape "
+    "[n, 1], or unsqueeze(-1) the others. Else outputs become the mean of the targets.",
+)
+unregistered = _at_a_place(
+    "unregistered",
+    "misuse",
+    "The model does not know {place}, of layers in a list or dict, though the loss depends on "
+    "them: model.parameters() leaves them out, so no optimizer moves them.",
+    "Keep the layers in nn.ModuleList or nn.ModuleDict, and make the optimizer after them; or call "
+    "requires_grad_(False) on those that are meant to stay.",
 )
 
 

@@ -205,12 +205,15 @@ def ran_away(evidence: Evidence) -> Finding | None:
 
 def died(evidence: Evidence) -> Finding | None:
     """A loss that exploded and left gradients of exactly 0, as a step that is too large does."""
-    dead, first = gradient_values.dead(evidence), evidence.first
+    cut, first = gradient_values.cut_off(evidence), evidence.first
+    is_ended = not gradient_values.ENDS_UNITS.isdisjoint(evidence.cut.values())
+    dead = cut if is_ended and cut is not None else gradient_values.dead(evidence)
     losses = [step for step in evidence.past if _is_finite(step.loss)]
     if dead is None or first is None or not _is_finite(first.loss) or not losses:
         return None
     peak = max(losses, key=_size)
-    if not 0 < _RAN_AWAY * _size(first) <= _size(peak):
+    factor = EXPLODED if peak.step <= first.step + _SOON else _RAN_AWAY
+    if not 0 < factor * _size(first) <= _size(peak):
         return None
     return Finding(
         "divergence",

@@ -30,7 +30,7 @@ from gradscaler.diagnose._graph.slopes import bad_in, is_steep
 from gradscaler.diagnose._graph.sources import Sources
 from gradscaler.diagnose._graph.summands import summand_of
 from gradscaler.diagnose._graph.values import Values
-from gradscaler.diagnose._graph.way import way_to
+from gradscaler.diagnose._graph.way import exponential_before, way_to
 from gradscaler.diagnose._record.located import Located
 
 
@@ -76,6 +76,9 @@ class GraphReader:
         summand = self._summand_of(origin.node, loss.grad_fn)
         known: Any = {"smallest_divisor": divisor, "is_likely": is_likely, "summand": summand}
         known["way"] = way_to(origin.node, origin.number, values)
+        before = exponential_before(origin.node, values)
+        if before is not None:
+            known["enlarged_by"] = self._operation_at_line(before)
         return located_at(site, "forward", made, largest, **known)
 
     def _as_batch(self, given: Tensor, node: Node) -> Tensor:
@@ -156,9 +159,11 @@ class GraphReader:
         if (found := summand_of(node, loss)) is None:
             return None
         place, summands = found
-        last = self._site_of(summands[place])
-        at = f" at {last.line}" if last.line else ""
-        return f"{place + 1} of {len(summands)} ({last.operation}{at})"
+        return f"{place + 1} of {len(summands)} ({self._operation_at_line(summands[place])})"
+
+    def _operation_at_line(self, node: Node) -> str:
+        site = self._site_of(node)
+        return f"{site.operation} at {site.line}" if site.line else f"{site.operation}"
 
     def _site_of(self, node: Node) -> Site:
         return self._places.site_of(node, self.nodes, self._line_of(node))

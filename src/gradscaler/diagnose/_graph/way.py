@@ -7,6 +7,9 @@ from gradscaler.diagnose._graph.nodes import is_leaf
 from gradscaler.diagnose._graph.values import Values
 
 _MOST = 5  # operations
+_MOST_BEFORE = 100  # operations, to look for an exponential among
+_EXPONENTIALS = "exp", "exp2", "expm1", "pow", "sinh", "cosh"
+_HUGE = 1e9  # what a network has no other use for
 
 
 def way_to(node: Node, number: int, values: Values) -> str | None:
@@ -24,6 +27,19 @@ def way_to(node: Node, number: int, values: Values) -> str | None:
             steps.append(f"{operation_of(edge[0])} {found.largest:.2g}")
         edge = _largest(edge[0], values)
     return " → ".join(reversed(steps)) if len(steps) > 1 else None
+
+
+def exponential_before(node: Node, values: Values) -> Node | None:
+    """The exponential or power from which a node's large inputs come; None if there is none."""
+    edge = _largest(node, values)
+    for _ in range(_MOST_BEFORE):
+        found = None if edge is None else values.reading(*edge)
+        if edge is None or found is None or found.largest < _HUGE:
+            return None
+        if operation_of(edge[0]) in _EXPONENTIALS:
+            return edge[0]
+        edge = _largest(edge[0], values)
+    return None
 
 
 def _largest(node: Node, values: Values) -> tuple[Node, int] | None:

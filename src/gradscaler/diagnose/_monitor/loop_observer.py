@@ -15,6 +15,7 @@ from gradscaler.diagnose._monitor.host_copy import HostCopy
 from gradscaler.diagnose._monitor.iterations import Iteration
 from gradscaler.diagnose._monitor.observer import EagerObserver, closes_if_asked
 from gradscaler.diagnose._monitor.parameters import groups_of
+from gradscaler.diagnose._monitor.scaled_losses import scale_by_hand
 from gradscaler.diagnose._monitor.step_log import MOST_NONFINITE, StepLog
 from gradscaler.diagnose._record.lines import BadStep
 from gradscaler.diagnose._record.located import Located
@@ -48,6 +49,7 @@ class LoopObserver(EagerObserver):
     """
 
     dtype_seen: Callable[[str], None] | None = None
+    _steps_by_scaler = False
     _graphs: GraphWatch
 
     def __post_init__(self) -> None:
@@ -63,9 +65,11 @@ class LoopObserver(EagerObserver):
 
     @closes_if_asked
     def scaled(self, outputs: Tensor, /) -> None:
-        """Remember a loss, before its backward pass."""
+        """Remember a loss, before its backward pass; without a scale that the code gives it."""
         super().scaled(outputs)
         losses, self._root = self._iterations.latest.losses, outputs.grad_fn
+        if losses and (scale := scale_by_hand(outputs)) is not None:
+            losses[-1] = losses[-1] / scale
         if self._is_in_step:
             self._evaluated += losses[-1:]
         if outputs.device.type == "cpu":

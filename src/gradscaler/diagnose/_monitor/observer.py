@@ -14,6 +14,7 @@ from gradscaler.diagnose._gradients.arrays import local
 from gradscaler.diagnose._gradients.reading import Tensor, inspect
 from gradscaler.diagnose._graph.call_site import Node
 from gradscaler.diagnose._graph.calls import CallWatch
+from gradscaler.diagnose._graph.hooks import weakly
 from gradscaler.diagnose._graph.watch import GraphWatch
 from gradscaler.diagnose._locate.locate import is_locating
 from gradscaler.diagnose._monitor.backward_graph import CutOff, listen
@@ -27,6 +28,7 @@ from gradscaler.diagnose._monitor.held_parameters import (
 )
 from gradscaler.diagnose._monitor.iterations import Iteration, Iterations
 from gradscaler.diagnose._monitor.parameters import OptimizersParameters, has_stepped
+from gradscaler.diagnose._monitor.repeated_steps import RepeatedSteps
 from gradscaler.diagnose._monitor.step_log import StepSource, StuckError
 from gradscaler.diagnose._monitor.used_gradients import UsedGradients
 from gradscaler.diagnose._record.lines import BadStep
@@ -62,6 +64,8 @@ class EagerObserver(StepSource):
     :class:`Iterations`.
     """
 
+    _steps_by_scaler = True  # whether an optimizer's own step is another one
+
     def __post_init__(self) -> None:
         """Note the scaler's present state."""
         self._finish: Callable[[], None] | None = None  # to call when a delayed close happens
@@ -77,6 +81,9 @@ class EagerObserver(StepSource):
         self.parameters = OptimizersParameters(self.model)
         self._held = HeldParameters(self.model, self.parameters)
         self._sees_graph = sees_operations
+        self._repeated: RepeatedSteps | None = None
+        if is_torch and self._steps_by_scaler:
+            self._repeated = RepeatedSteps(self.model, weakly(self._note_repeated))
         self._updated = self.log.counts.step  # the last step whose `updating` ended
 
     @property
@@ -143,8 +150,13 @@ class EagerObserver(StepSource):
                     self._graphs.note_new_optimizer()
             self._see_before_step(iteration, optimizer)
             iteration.begun.add(id(optimizer))
+            if self._repeated is not None:
+                self._repeated.begin(optimizer)
         if iteration.is_sampled:
             self._measure(optimizer, scale)
+
+    def _note_repeated(self) -> None:
+        self._iterations.latest.calls.append("repeated")
 
     def _see_before_step(self, iteration: Iteration, optimizer: object) -> None:
         """Note what an optimizer's parameters and gradients show before its step."""
@@ -170,6 +182,8 @@ class EagerObserver(StepSource):
     def stepped(self, optimizer: object, outcome: StepOutcome, /) -> None:
         """Inspect the gradients if they are not finite."""
         self._is_in_step = False
+        if self._repeated is not None:
+            self._repeated.end(optimizer)
         has_gradients = outcome.known_reason != "no_gradients"
         count = self._held.note(optimizer, has_gradients)
         if not has_gradients:
@@ -285,6 +299,8 @@ class EagerObserver(StepSource):
         self.scaler.remove_observer(self)
         self._watch.stop()
         self._cut_off.stop()
+        if self._repeated is not None:
+            self._repeated.stop()
         if self._graphs is not None:
             self._graphs.stop()
         self._end()
@@ -322,7 +338,7 @@ class EagerObserver(StepSource):
             )
             iteration.cut = self._cut_off.end(lacks_gradient)
             if iteration.is_sampled and self._sees_graph:
-                iteration.scaled.note_unheld(self._held.known())
+                iteration.scaled.note_unheld(self._held.known(), self.model)
         self._iterations.end()
         iteration.optimizers = {}  # the iteration, if unread, must not keep them alive
 

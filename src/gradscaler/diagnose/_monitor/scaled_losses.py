@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ _ELEMENTWISE = "abs", "div", "mean", "mul", "pow", "sqrt", "sum", "to"
 _KEEP_TARGETS = "huber_loss", "mse_loss", "smooth_l1_loss"
 _DIFFERENCES = "expand", "rsub", "sub", "to", *_KEEP_TARGETS
 _RESHAPES = "unsqueeze", "index"
+_LEAST_SCALE = 16.0  # a smaller factor rather weighs a loss
 _CLOSE = 1e-2  # of the largest number, for differences that were rounded to bfloat16
 
 
@@ -44,12 +45,14 @@ class ScaledLosses:
     reached: dict[int, Tensor] = field(default_factory=dict)  # parameters by their ids
     mistakes: dict[str, str] = field(default_factory=dict)  # places by kind; see Sample.calls
     positive: list[tuple[str, Tensor]] = field(default_factory=list)  # operations and losses
+    is_by_hand: bool = False  # whether the code multiplies a loss by a power of 2
 
     def add(self, loss: Tensor, line_of: Callable[[Tensor, Node], str | None]) -> None:
         """Add a loss that is scaled, before its backward pass; waits for the device."""
         self.is_whole &= self._add_nodes(loss, line_of)
         if loss.grad_fn is None:
             return
+        self.is_by_hand |= scale_by_hand(loss) is not None
         root, _ = _at_root(loss.grad_fn, _PASSED)
         if root is not None and (operation := differentiated(root.name())) in _NEVER_NEGATIVE:
             self.positive.append((operation, loss.detach()))
@@ -85,22 +88,51 @@ class ScaledLosses:
             if not is_reached and largest(parameter.grad) != 0:
                 yield name
 
-    def note_unheld(self, known: Collection[int]) -> None:
+    def note_unheld(self, known: Collection[int], model: Any) -> None:
         """Note the parameters that are neither the model's nor an optimizer's, by known ids."""
         made: Any = sys.modules["torch"].nn.Parameter
-        rest = [p for key, p in self.reached.items() if key not in known and isinstance(p, made)]
-        if rest:
-            self.mistakes["unheld"] = f"{len(rest)} (of shape {list(rest[0].shape)} first)"
+        rest = {k: p for k, p in self.reached.items() if k not in known and isinstance(p, made)}
+        named = _in_lists(model) if rest else ()
+        if listed := [name for name, parameter in named if id(parameter) in rest]:
+            self.mistakes["unregistered"] = f"{len(listed)} parameters ({listed[0]} first)"
+        elif rest:
+            shape = list(next(iter(rest.values())).shape)
+            self.mistakes["unheld"] = f"{len(rest)} (of shape {shape} first)"
         self.reached = {}
 
     def calls(self, loss: float | None) -> Iterable[str]:
         """The calls that suggest misuse, of an iteration with this loss; waits for the device."""
         if any(float(each.mean()) < _BELOW for _, each in self.positive):
             yield "negative"
+        if self.is_by_hand:
+            yield "by_hand"
         for kind, place in self.mistakes.items():
             if kind != "absorbed" or math.isfinite(loss or 0.0):
                 yield kind
                 yield f"{kind} {place}"
+
+
+def scale_by_hand(loss: Tensor) -> float | None:
+    """The power of 2 on the host that the code multiplies a loss by; None if there is none."""
+    node = loss.grad_fn
+    factor = saved(node, "other") if node is not None and "Mul" in node.name() else None
+    if factor is None or factor.numel() != 1 or factor.device.type != "cpu":
+        return None
+    value = float(factor)
+    return value if value >= _LEAST_SCALE and math.frexp(value)[0] == 0.5 else None
+
+
+def _in_lists(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of modules in the lists and dicts of a model's modules, which hide them."""
+    made: Any = sys.modules["torch"].nn.Module
+    for module_name, module in () if model is None else model.named_modules():
+        for name, held in vars(module).items():
+            if not isinstance(held, (list, tuple, dict)) or name in ("_modules", "_parameters"):
+                continue
+            for key, each in held.items() if isinstance(held, dict) else enumerate(held):
+                if isinstance(each, made):
+                    prefix = f"{module_name}.{name}[{key!r}]".lstrip(".")
+                    yield from each.named_parameters(prefix)
 
 
 def _divides_by_inf(node: Node) -> bool:

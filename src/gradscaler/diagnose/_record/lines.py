@@ -175,14 +175,17 @@ class Sample:
             one. ``"resumed"``: before the first step, an optimizer had the state of an earlier run,
             but the scaler was new.
             ``"lossless"``: an eager scaler stepped, but no loss was scaled for it. ``"uphill"``:
-            a learning rate was negative. ``"nonfinite SETTING"``: an optimizer's setting, such as
+            a learning rate was negative. ``"repeated"``: an optimizer stepped beside its scaler,
+            with the same gradients. ``"nonfinite SETTING"``: an optimizer's setting, such as
             ``"lr of group 0"``, was NaN or Inf. ``"negative"``: a loss was negative that never is
             for targets as they should be; counted at samples. ``"absorbed"``: a float16 divisor
-            was Inf, and the loss finite. ``"twice"``: a loss takes probabilities for logits.
-            ``"across"``: it takes the logarithms of probabilities over the batch for those over the
-            classes. ``"broadcast"``: it compares each output of shape [n, 1] with each of n
-            targets. ``"unheld"``: it depends on parameters that neither the model nor an optimizer
-            holds. These are counted at samples, and as ``"absorbed PLACE"``, for example. Some
+            was Inf, and the loss finite. ``"by_hand"``: the code multiplies a loss by a power of 2.
+            ``"twice"``: a loss takes probabilities for logits. ``"across"``: it takes the
+            logarithms of probabilities over the batch for those over the classes. ``"broadcast"``:
+            it compares each output of shape [n, 1] with each of n targets. ``"unheld"``: it depends
+            on parameters that neither the model nor an optimizer holds. ``"unregistered"``: such
+            parameters are in a list or dict of the model's. These are counted at samples, and as
+            ``"absorbed PLACE"``, for example. Some
             kinds count only before the first step. ``"idle"``: ``step`` found no gradient.
             ``"raised"``: ``step`` or ``unscale_`` raised an error. ``"stepless"``: the parameters
             moved between two scaled losses. ``"disabled"``: the scaler is disabled, and a forward

@@ -48,6 +48,8 @@ class Located:
             ``"row 3 of 32"``; None for another kind, or if more than half of the rows do.
         way: the largest magnitudes of the operations up to this one, as far as they are known,
             such as ``"matmul 3.1e+03 → mul 4.2e+04 → pow Inf"``; None if none is.
+        enlarged_by: the exponential or the power before it that made its inputs so large, such as
+            ``"exp at train.py:12"``; None if there was none, or it is not known.
     """
 
     module: str | None
@@ -67,6 +69,7 @@ class Located:
     summand: str | None = None
     way: str | None = None
     rows: str | None = None
+    enlarged_by: str | None = None
 
     @property
     def bad_parameter(self) -> str | None:
@@ -101,6 +104,8 @@ class Located:
             text += f"; smallest divisor {self.smallest_divisor:g}"
         if self.way is not None:
             text += f"; {self.way}"
+        if self.enlarged_by is not None:
+            text += f"; enlarged by {self.enlarged_by}"
         if self.summand is not None:
             text += f"; in summand {self.summand} of the loss"
         if self.rows is not None:
