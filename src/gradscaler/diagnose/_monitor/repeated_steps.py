@@ -5,18 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from gradscaler.diagnose._gradients.reading import Tensor
 from gradscaler.diagnose._graph.hooks import Handle, remove_all, weakly
 from gradscaler.diagnose._monitor.parameters import groups_of
 
-
-class _Used(NamedTuple):
-    """A gradient that a step has used."""
-
-    alive: Callable[[], Tensor | None]
-    version: int  # the number of its changes
+# A gradient that a step has used, and the number of its changes.
+_Used = tuple[Callable[[], Tensor | None], int]
 
 
 class RepeatedSteps:
@@ -76,16 +72,16 @@ class RepeatedSteps:
     def _compare(self, key: int, others: dict[int, _Used]) -> None:
         """Note a step if one of the other kind has used its gradients."""
         gradient: Any = getattr(self._parameters[key](), "grad", None)
-        used = others.pop(key, None)
-        is_same = used is not None and gradient is not None and used.alive() is gradient
-        if is_same and used is not None and used.version == gradient._version:
+        alive, version = others.pop(key, (None, 0))
+        is_same = alive is not None and gradient is not None and alive() is gradient
+        if is_same and version == gradient._version:
             self._note()
 
     def _keep(self, key: int, own: dict[int, _Used]) -> None:
         alive = self._parameters.get(key)
         gradient: Any = None if alive is None else getattr(alive(), "grad", None)
         if gradient is not None:
-            own[key] = _Used(weakref.ref(gradient), gradient._version)
+            own[key] = weakref.ref(gradient), gradient._version
 
 
 def _unless(running: list[int], call: Callable[..., object], *args: object) -> None:
