@@ -559,6 +559,13 @@ def of_a_list(model):
     assert model.first.weight.requires_grad
 
 
+def moved_by_hand(model):
+    def move(layer, _):
+        layer.weight.data.add_(1e-3)
+
+    model.first.register_forward_pre_hook(move)
+
+
 def with_an_optimizer(model):
     return model.first.parameters()
 
@@ -576,6 +583,7 @@ def frozen(model):
         (nn.ModuleList, of_a_list, None),
         (list, with_an_optimizer, None),
         (list, frozen, None),
+        (list, moved_by_hand, None),
     ],
 )
 def test_layers_in_a_list_are_told_though_the_loss_falls(kept, prepare, name):
@@ -592,55 +600,86 @@ def test_layers_in_a_list_are_told_though_the_loss_falls(kept, prepare, name):
         assert "nn.ModuleList" in first.action
 
 
-EARLY = "of 200 on, so little moves since then"
+EARLY = "the learning rate was less than a millionth of what it had been"
 schedules = torch.optim.lr_scheduler
+
+
+def with_a_frozen_group(t):
+    first, last = t.model[0].parameters(), t.model[2].parameters()
+    groups = [{"params": first, "lr": 0.1}, {"params": last, "lr": 1e-8}]
+    t.optimizer = torch.optim.SGD(groups)
+    return schedules.LambdaLR(t.optimizer, [lambda step: step < 20, lambda _: 1.0]).step
+
+
+def in_two_stages(t):
+    def step():
+        if t.step == 30:
+            t.optimizer = torch.optim.AdamW(t.model.parameters(), lr=1e-8)
+
+    return step
+
+
+def on_a_plateau(t):
+    t.optimizer.param_groups[0]["lr"] = 1e-3
+    schedule = schedules.ReduceLROnPlateau(t.optimizer, patience=0, threshold=0.5)
+    return lambda: schedule.step(1.0)
+
+
+def by(schedule, *args, **options):
+    return lambda t: schedule(t.optimizer, *args, **options).step
 
 
 @pytest.mark.parametrize(
     ("make", "is_told"),
     [
-        (lambda optimizer: schedules.StepLR(optimizer, 10, gamma=0.1), True),
-        (lambda optimizer: schedules.ExponentialLR(optimizer, 0.8), True),
-        (lambda optimizer: schedules.MultiStepLR(optimizer, [10, 20, 30, 180]), True),
-        (lambda optimizer: schedules.StepLR(optimizer, 60, gamma=0.1), False),
-        (lambda optimizer: schedules.CosineAnnealingLR(optimizer, 200), False),
-        (lambda optimizer: schedules.CosineAnnealingWarmRestarts(optimizer, 20), False),
-        (lambda optimizer: schedules.OneCycleLR(optimizer, 0.1, total_steps=200), False),
+        (by(schedules.StepLR, 10, gamma=0.1), True),
+        (by(schedules.ExponentialLR, 0.8), True),
+        (by(schedules.StepLR, 60, gamma=0.1), False),
+        (by(schedules.MultiStepLR, [10, 20, 30]), False),
+        (by(schedules.CosineAnnealingLR, 300), False),
+        (by(schedules.CosineAnnealingWarmRestarts, 20), False),
+        (by(schedules.OneCycleLR, 0.1, total_steps=400), False),
+        (with_a_frozen_group, False),
+        (in_two_stages, False),
+        (on_a_plateau, False),
     ],
 )
 def test_a_schedule_of_epochs_that_is_stepped_by_batches_is_told(make, is_told):
     training = Training()
     training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1)
-    schedule = make(training.optimizer)
+    move = make(training)
 
     def loss_of(t):
         if t.step > 1:
-            schedule.step()
+            move()
         return mse_loss(t.outputs(), t.target)
 
     with Monitor(model=training.model, every=10, tell=[].append) as monitor:
-        training.train(loss_of, 200)
+        training.train(loss_of, 300)
     said = str(monitor.verdict)
     assert (EARLY in said) == is_told
     assert not is_told or "once an epoch" in said
 
 
-def test_units_that_too_large_a_step_ended_are_told_as_that():
+@pytest.mark.parametrize("rate", [3.0, 1e-6])
+def test_units_that_too_large_a_step_ended_are_told_as_that(rate):
     training = Training()
     training.model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4))
-    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=1e-3)
+    training.optimizer = torch.optim.Adam(training.model.parameters(), lr=rate)
 
     def loss_of(t):
-        t.optimizer.param_groups[0]["lr"] = 100.0 if t.step == 1 else 0.01
-        if t.step == 3:  # the step has thrown the units off
+        t.optimizer.param_groups[0]["lr"] = rate if t.step < 3 else 1e-4
+        if t.step == 3:
             nn.init.constant_(t.model[0].bias, -1e6)
-            nn.init.zeros_(t.model[2].weight)
-        return mse_loss(t.outputs(), t.target)
+        return mse_loss(t.outputs(), t.target) * (0.01 if t.step == 1 else 1.0)
 
     with Monitor(model=training.model, every=10, tell=[].append) as monitor:
         training.train(loss_of, 100)
-    assert re.search(r"The loss grew from \d.* \(step 1\) to \d.*step 2\)", str(monitor.verdict))
-    assert "Lower the learning rate" in monitor.verdict.findings[0].action
+    first = monitor.verdict.findings[0]
+    assert first.kind == ("divergence" if rate == 3.0 else "dead")
+    if rate == 3.0:
+        assert re.match(r"The loss grew from .* \(step 1\) to .* \(step [23]\)", first.cause)
+        assert "Lower the learning rate" in first.action
 
 
 class Autoencoder(nn.Module):
@@ -684,7 +723,15 @@ def test_a_loss_that_the_script_scales_itself_is_not_called_unscaled(factor):
     with Monitor(model=training.model, tell=[].append) as monitor:
         training.train(loss_of, 60)
     assert ("nothing scales the loss" in str(monitor.verdict)) == (factor != 1024)
-    assert all(step.loss < 20 for step in monitor.history) == (factor != 100)
+
+
+def test_a_learned_factor_of_the_loss_is_no_loss_scale():
+    training = Training(torch.float16)
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=1e-6)
+    factor = nn.Parameter(torch.tensor(1024.0))
+    with Monitor(model=training.model, tell=[].append) as monitor:
+        training.train(lambda t: mse_loss(t.outputs().float(), t.target) * factor, 60)
+    assert "nothing scales the loss" in str(monitor.verdict)
 
 
 @pytest.mark.parametrize("is_used", [True, False])

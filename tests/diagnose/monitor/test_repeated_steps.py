@@ -64,7 +64,16 @@ def after_clipping(t):
     t.optimizer.step()
 
 
-@pytest.mark.parametrize("more", [after, before, between, after_clipping])
+def before_the_scaler_s_and_after_clipping(t):
+    t.scaler.unscale_(t.optimizer)
+    torch.nn.utils.clip_grad_norm_(t.model.parameters(), 1.0)
+    t.optimizer.step()
+    t.step()
+
+
+@pytest.mark.parametrize(
+    "more", [after, before, between, after_clipping, before_the_scaler_s_and_after_clipping]
+)
 def test_a_step_that_is_taken_twice_is_told(more):
     first = Training(more).verdict().findings[0]
     assert first.kind == "misuse"
@@ -97,14 +106,53 @@ def with_another_scaler(t):
     t.step()
 
 
+def of_the_bias_alone(t):
+    t.step()
+    t.model.bias.grad = None
+    t.model(torch.randn(8, 4)).detach().add(t.model.bias).square().mean().backward()
+    t.optimizer.step()
+
+
 @pytest.mark.parametrize(
-    "more", [one_step, with_a_loss_that_is_not_scaled, with_new_gradients, with_another_scaler]
+    "more",
+    [
+        one_step,
+        of_the_bias_alone,
+        with_a_loss_that_is_not_scaled,
+        with_new_gradients,
+        with_another_scaler,
+    ],
 )
 def test_steps_of_other_gradients_are_not_told(more):
     assert "beside step(optimizer)" not in str(Training(more).verdict())
 
 
 def test_a_closed_monitor_leaves_no_hook_on_the_optimizer():
-    training = Training(after)
+    counts = []
+
+    def step(t):
+        after(t)
+        counts.append(len(t.optimizer._optimizer_step_post_hooks))
+
+    training = Training(step)
     training.verdict()
+    assert set(counts) == {1}
     assert not training.optimizer._optimizer_step_post_hooks
+
+
+def test_optimizers_that_are_unscaled_first_and_stepped_then_are_not_told():
+    models = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+    scaler, inputs = GradScaler(init_scale=256.0), torch.randn(8, 4)
+    with Monitor(scaler, models, tell=[].append) as monitor:
+        for step in range(40):
+            for optimizer, model in zip(optimizers, models, strict=True):
+                if step % 2 == 0 or model is models[0]:
+                    optimizer.zero_grad()
+                    scaler.scale(mse_loss(model(inputs), inputs)).backward()
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+    assert "beside step(optimizer)" not in str(monitor.verdict)

@@ -146,7 +146,7 @@ def _of_gradients(evidence: Evidence, bad: BadStep) -> Finding:
     action = of_backward(found)
     if not first.num_nan and not at:
         action = _IN_FLOAT16 if evidence.is_in_float16 else _OVERFLOW
-        if evidence.is_in_float16 and evidence.calls.get("by_hand"):
+        if evidence.is_scaled_by_hand:
             action = _SCALED_BY_HAND
     return Finding(
         "nan",

@@ -252,7 +252,7 @@ def full_precision(evidence: Evidence) -> Finding | None:
 def without_scaling(evidence: Evidence) -> Finding | None:
     """Backward passes in float16 whose loss nothing scales."""
     bad = evidence.bad_step
-    if evidence.has_scaler or not evidence.is_in_float16 or evidence.calls.get("by_hand"):
+    if evidence.has_scaler or not evidence.is_in_float16 or evidence.is_scaled_by_hand:
         return None
     if bad is not None and bad.lost_eps is not None:
         return None  # PyTorch scales no loss of float16 weights, which need another eps first

@@ -93,6 +93,12 @@ class Evidence:
         return "float16" in self.backward
 
     @property
+    def is_scaled_by_hand(self) -> bool:
+        """Whether the script multiplies its loss by a scale, which is not known, for float16."""
+        is_seen = bool(self.calls.get("by_hand")) and not self.has_scaler
+        return is_seen and self.is_in_float16 is True
+
+    @property
     def range(self) -> str | None:
         """The dtype whose range the backward passes have; None if that was not seen."""
         if self.is_in_float16 is None:

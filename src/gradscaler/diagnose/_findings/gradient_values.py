@@ -114,7 +114,7 @@ def dead(evidence: Evidence) -> Finding | None:
         is_small = False  # nothing underflows
     elif is_all:  # zeros right after large gradients are no underflow: a softmax may saturate
         is_small = sample.scale < _LARGE_SCALE and not evidence.reached_one(sample.scale)
-        is_small = is_small and not evidence.calls.get("by_hand")  # at a scale that is not known
+        is_small = is_small and not evidence.is_scaled_by_hand
     else:
         is_small = any(map(fades, parameters.values()))
     if is_small or not (is_all or len(zeros) > len(parameters) / 2):

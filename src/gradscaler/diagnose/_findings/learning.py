@@ -26,6 +26,8 @@ def whether_it_learns(evidence: Evidence) -> str:
         return "Nothing needs fixing."
     went = f"the loss went from {first:g} to {losses[-1]:g}"
     judged = f"Nothing else was judged: {went}"
+    if evidence.is_scaled_by_hand:
+        return f"{judged}, multiplied by the script's own loss scale."
     if losses[-1] > _ROSE * abs(first) or -losses[-1] > _RAN_AWAY * max(abs(first), 1.0):
         should = "fallen, lower the learning rate" if losses[-1] > 0 else _A_BOUND
         return f"{judged}. If it should have {should}."

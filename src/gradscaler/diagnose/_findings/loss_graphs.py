@@ -79,10 +79,10 @@ broadcast = _at_a_place(
 unregistered = _at_a_place(
     "unregistered",
     "misuse",
-    "The model does not know {place}, of layers in a list or dict, though the loss depends on "
-    "them: model.parameters() leaves them out, so no optimizer moves them.",
-    "Keep the layers in nn.ModuleList or nn.ModuleDict, and make the optimizer after them; or call "
-    "requires_grad_(False) on those that are meant to stay.",
+    "The model does not know {place}, in a list or dict, though the loss depends on them: "
+    "model.parameters() leaves them out, and nothing moves them.",
+    "Keep layers in nn.ModuleList or nn.ModuleDict, parameters in nn.ParameterList, and make the "
+    "optimizer after them; or call requires_grad_(False) on those that are meant to stay.",
 )
 
 

@@ -206,6 +206,9 @@ def ran_away(evidence: Evidence) -> Finding | None:
 def died(evidence: Evidence) -> Finding | None:
     """A loss that exploded and left gradients of exactly 0, as a step that is too large does."""
     cut, first = gradient_values.cut_off(evidence), evidence.first
+    weights = evidence.optimizers and evidence.optimizers.weights
+    if not weights or weights[1] < _GREW_A_LITTLE * weights[0]:
+        return None  # no step was large
     is_ended = not gradient_values.ENDS_UNITS.isdisjoint(evidence.cut.values())
     dead = cut if is_ended and cut is not None else gradient_values.dead(evidence)
     losses = [step for step in evidence.past if _is_finite(step.loss)]

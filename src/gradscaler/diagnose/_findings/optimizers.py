@@ -18,10 +18,9 @@ _STOOD = 0.9  # times the loss before
 _SOME = 10  # losses, for a median
 _FEW_LOSSES = 10  # that are scaled and not stepped
 _GREW = 10.0  # times the learning rate before
-_FADED = 2e-3  # times the largest learning rate; in most of its steps, a schedule has more
-_EARLY = 4  # times as many steps, at least, come after
+_MOST = 0.75  # of the steps
 _LONG = 100  # steps
-_FEW_SAMPLES = 2
+_SOLVED = 0.01  # times the first loss
 
 
 def idle(evidence: Evidence) -> Finding | None:
@@ -132,19 +131,20 @@ def still(evidence: Evidence) -> Finding | None:
 
 
 def faded(evidence: Evidence) -> Finding | None:
-    """A learning rate that fell to almost 0 in the first quarter of a run, and stays there."""
-    peak = max((rate for _, rate in evidence.rates), default=0.0)
-    large = [step for step, rate in evidence.rates if rate > _FADED * peak]
-    rest = [found for found in evidence.rates if large and found[0] > large[-1]]
-    if len(rest) < _FEW_SAMPLES or evidence.steps < max(_LONG, _EARLY * rest[0][0]):
-        return None  # a schedule that waits for a plateau may end so
+    """Learning rates that fell to almost 0 in the first quarter of a run, and stay there."""
+    count, first = evidence.calls.get("faded", 0), evidence.first
+    losses = [step.loss for step in evidence.past if step.loss is not None]
+    if evidence.steps < _LONG or count < _MOST * evidence.steps:
+        return None
+    if first is None or not losses or abs(losses[-1]) < _SOLVED * abs(first.loss or 0.0):
+        return None  # it has converged, and a schedule that waits for a plateau ends so
     return Finding(
         "misuse",
-        f"The learning rate fell from {peak:g} to {rest[-1][1]:g}, and was below {_FADED:g} times "
-        f"that from step {rest[0][0]} of {evidence.steps} on, so little moves since then.",
+        f"In {count} of {evidence.steps} steps, the learning rate was less than a millionth of "
+        "what it had been, so nothing moves any more.",
         "Step a schedule that counts epochs once an epoch, not once a batch; give it the true "
         "number of steps, or let it end at a larger rate.",
-        steps=(rest[0][0],),
+        count=count,
         is_certain=False,
     )
 

@@ -12,7 +12,7 @@ from gradscaler.diagnose._graph.nodes import has_packed, is_custom, is_leaf, kep
 
 # Where the slope of an operation is Inf or NaN, in the numbers that its node keeps by these names.
 _POLES: dict[str, tuple[str, tuple[float, ...]]] = {
-    r"sqrt|hypot": ("result", (0.0,)),  # PyTorch's norms, distances and deviations give 0 there
+    r"sqrt|hypot": ("result", (0.0,)),  # the gradient of PyTorch's norms is 0 there
     r"pow|prod|log(2|10)?$|special_entr|lgamma|digamma|polygamma": ("self", (0.0,)),
     r"div|xlogy": ("other", (0.0,)),
     r"log1p": ("self", (-1.0,)),

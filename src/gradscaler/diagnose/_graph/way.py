@@ -8,8 +8,8 @@ from gradscaler.diagnose._graph.values import Values
 
 _MOST = 5  # operations
 _MOST_BEFORE = 100  # operations, to look for an exponential among
-_EXPONENTIALS = "exp", "exp2", "expm1", "pow", "sinh", "cosh"
-_HUGE = 1e9  # what a network has no other use for
+_EXPONENTIALS = "exp", "exp2", "expm1"
+_HUGE = 1e9  # more than the numbers of a network that learns
 
 
 def way_to(node: Node, number: int, values: Values) -> str | None:
@@ -30,7 +30,7 @@ def way_to(node: Node, number: int, values: Values) -> str | None:
 
 
 def exponential_before(node: Node, values: Values) -> Node | None:
-    """The exponential or power from which a node's large inputs come; None if there is none."""
+    """The exponential from which a node's large inputs come; None if there is none."""
     edge = _largest(node, values)
     for _ in range(_MOST_BEFORE):
         found = None if edge is None else values.reading(*edge)

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradscaler.diagnose._gradients.arrays import local, sample_of
 from gradscaler.diagnose._gradients.reading import Tensor, largest
+from gradscaler.diagnose._monitor.gradient_mark import GradientMark
 from gradscaler.diagnose._monitor.parameters import OptimizersParameters, groups_of
 from gradscaler.diagnose._record.lines import UNOWNED, Optimizers
 
 _SETTINGS = "lr", "weight_decay", "momentum", "betas", "eps"
+_FADED = 1e-6  # times the largest learning rate
 _FEW_ELEMENTS = 16  # of a parameter; one that moves changes in these, too
+
+
+class _Outer(NamedTuple):
+    """A parameter that no optimizer holds: some of its elements, and its gradient."""
+
+    part: NDArray[Any]
+    mark: GradientMark | None
 
 
 class HeldParameters:
@@ -32,7 +42,9 @@ class HeldParameters:
         self._idle: dict[int, int] = {}  # steps without a gradient, of those that made no other
         self.names: dict[int, str] = {}  # of optimizers, by their modules
         self._stepped: set[int] = set()
-        self._outer: dict[str, tuple[NDArray[Any], float]] = {}  # those outside, and gradients
+        self._outer: dict[str, _Outer] = {}  # those outside, at the sample before
+        self._unheld: list[tuple[int, NDArray[Any]]] = []  # one of nobody's, by its id
+        self._peaks: dict[int, list[float]] = {}  # the largest rate of each group, by optimizer
         self._left: dict[int, Tensor] = {}  # by the latest sampled step; parts by parameters' ids
         self._version: int | None = None  # of the model's first trained parameter
 
@@ -87,6 +99,23 @@ class HeldParameters:
         own = () if self._model is None else self._model.parameters()
         return set[int]().union(map(id, own), *self._held.values())
 
+    def has_stood(self, unheld: Sequence[Tensor]) -> bool:
+        """Whether the first of some parameters has not moved since the sample before."""
+        before = self._unheld
+        now = [(id(p), np.array(sample_of(p, _FEW_ELEMENTS))) for p in unheld[:1]]
+        self._unheld = now
+        is_same = bool(before and now) and before[0][0] == now[0][0]
+        return is_same and np.array_equal(before[0][1], now[0][1])
+
+    def have_faded(self, optimizer: object, rates: Sequence[float]) -> bool:
+        """Whether each learning rate of an optimizer is almost 0 beside the largest it had."""
+        peaks = self._peaks.get(id(optimizer), [])
+        if len(peaks) != len(rates) or any(map(operator.gt, rates, peaks)):
+            known = [*peaks, *rates[len(peaks) :]]
+            self._peaks[id(optimizer)] = peaks = list(map(max, rates, known))
+        moved = [(rate, peak) for rate, peak in zip(rates, peaks, strict=True) if peak > 0]
+        return bool(moved) and all(rate <= _FADED * peak for rate, peak in moved)
+
     def holds_any(self, optimizer: object) -> bool:
         """Whether an optimizer holds a parameter of the model, if there is one."""
         if self._model is None:
@@ -107,16 +136,16 @@ class HeldParameters:
         held = set[int]().union(*self._held.values())
         places = [place for place, p in enumerate(named.values()) if id(p) in held]
         first = places[0] if places else -1
-        before = self._outer
-        self._outer = {
-            name: (np.array(sample_of(parameter, _FEW_ELEMENTS)), gradient)
+        rest = {
+            name: parameter
             for place, (name, parameter) in enumerate(named.items())
-            if place > first and id(parameter) not in held and (gradient := _gradient_of(parameter))
+            if place > first and id(parameter) not in held and _is_used(parameter)
         }
-        known = [name for name in self._outer if name in before]
-        still = [name for name in known if np.array_equal(before[name][0], self._outer[name][0])]
+        before, self._outer = self._outer, {name: _outer_of(p) for name, p in rest.items()}
+        known = {name: before[name] for name in rest if name in before}
+        still = [n for n, was in known.items() if np.array_equal(was.part, self._outer[n].part)]
         moved = {_module_of(name) for name in known if name not in still}
-        new = [name for name in still if before[name][1] != self._outer[name][1]]
+        new = [n for n in still if (mark := known[n].mark) is None or not mark.is_of(rest[n].grad)]
         return tuple(name for name in new if _module_of(name) not in moved)
 
     def _name_of(self, optimizer: object) -> str:
@@ -170,8 +199,13 @@ def _is_blank(parameter: Tensor) -> bool:
     return not largest(parameter) and not largest(gradient)
 
 
-def _gradient_of(parameter: Tensor) -> float:
-    """The largest magnitude of the gradient of a parameter that is trained; 0 without one."""
+def _is_used(parameter: Tensor) -> bool:
+    """Whether a parameter is trained, and has a gradient; one that was frozen may keep its last."""
     gradient = getattr(parameter, "grad", None)
-    is_kept = gradient is None or not getattr(parameter, "requires_grad", True)  # since before
-    return 0.0 if is_kept else float(largest(gradient))
+    is_kept = gradient is None or not getattr(parameter, "requires_grad", True)
+    return not is_kept and bool(largest(gradient) != 0)
+
+
+def _outer_of(parameter: Tensor) -> _Outer:
+    part = np.array(sample_of(parameter, _FEW_ELEMENTS))
+    return _Outer(part, GradientMark.of(parameter.grad))

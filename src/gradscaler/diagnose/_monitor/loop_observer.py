@@ -15,7 +15,6 @@ from gradscaler.diagnose._monitor.host_copy import HostCopy
 from gradscaler.diagnose._monitor.iterations import Iteration
 from gradscaler.diagnose._monitor.observer import EagerObserver, closes_if_asked
 from gradscaler.diagnose._monitor.parameters import groups_of
-from gradscaler.diagnose._monitor.scaled_losses import scale_by_hand
 from gradscaler.diagnose._monitor.step_log import MOST_NONFINITE, StepLog
 from gradscaler.diagnose._record.lines import BadStep
 from gradscaler.diagnose._record.located import Located
@@ -65,11 +64,9 @@ class LoopObserver(EagerObserver):
 
     @closes_if_asked
     def scaled(self, outputs: Tensor, /) -> None:
-        """Remember a loss, before its backward pass; without a scale that the code gives it."""
+        """Remember a loss, before its backward pass."""
         super().scaled(outputs)
         losses, self._root = self._iterations.latest.losses, outputs.grad_fn
-        if losses and (scale := scale_by_hand(outputs)) is not None:
-            losses[-1] = losses[-1] / scale
         if self._is_in_step:
             self._evaluated += losses[-1:]
         if outputs.device.type == "cpu":

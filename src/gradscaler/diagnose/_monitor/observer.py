@@ -136,6 +136,8 @@ class EagerObserver(StepSource):
     def stepping(self, optimizer: object, scale: SupportsFloat | None, /) -> None:
         """Measure the gradients if a sample is due and ``unscaling`` has not measured them."""
         self._before_step(optimizer, scale)
+        if self._repeated is not None:
+            self._repeated.begin(optimizer)
 
     def _before_step(self, optimizer: object, scale: SupportsFloat | None) -> None:
         iteration = self._iterations.latest
@@ -150,8 +152,6 @@ class EagerObserver(StepSource):
                     self._graphs.note_new_optimizer()
             self._see_before_step(iteration, optimizer)
             iteration.begun.add(id(optimizer))
-            if self._repeated is not None:
-                self._repeated.begin(optimizer)
         if iteration.is_sampled:
             self._measure(optimizer, scale)
 
@@ -172,6 +172,8 @@ class EagerObserver(StepSource):
             iteration.calls.append("uphill")
         if rates and not any(rates) and is_made_to_move(optimizer):
             iteration.calls.append("still")
+        if self._held.have_faded(optimizer, rates):
+            iteration.calls.append("faded")
         if self._cut_off.is_looking:
             self._cut_off.note(self._named(optimizer))
         iteration.overwritten += self._held.overwritten(optimizer)
@@ -338,7 +340,9 @@ class EagerObserver(StepSource):
             )
             iteration.cut = self._cut_off.end(lacks_gradient)
             if iteration.is_sampled and self._sees_graph:
-                iteration.scaled.note_unheld(self._held.known(), self.model)
+                unheld = iteration.scaled.unheld(self._held.known())
+                if self._held.has_stood(unheld):
+                    iteration.scaled.note_unheld(unheld, self.model)
         self._iterations.end()
         iteration.optimizers = {}  # the iteration, if unread, must not keep them alive
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from gradscaler.diagnose._gradients.arrays import dtype_name
@@ -33,7 +34,8 @@ _ELEMENTWISE = "abs", "div", "mean", "mul", "pow", "sqrt", "sum", "to"
 _KEEP_TARGETS = "huber_loss", "mse_loss", "smooth_l1_loss"
 _DIFFERENCES = "expand", "rsub", "sub", "to", *_KEEP_TARGETS
 _RESHAPES = "unsqueeze", "index"
-_LEAST_SCALE = 16.0  # a smaller factor rather weighs a loss
+_LEAST_SCALE = 256.0  # a smaller power of 2 is rather the size of a batch
+_MOST_LISTED = 1000  # elements of a list, of which any may be a layer
 _CLOSE = 1e-2  # of the largest number, for differences that were rounded to bfloat16
 
 
@@ -52,7 +54,7 @@ class ScaledLosses:
         self.is_whole &= self._add_nodes(loss, line_of)
         if loss.grad_fn is None:
             return
-        self.is_by_hand |= scale_by_hand(loss) is not None
+        self.is_by_hand |= _is_scaled_by_hand(loss)
         root, _ = _at_root(loss.grad_fn, _PASSED)
         if root is not None and (operation := differentiated(root.name())) in _NEVER_NEGATIVE:
             self.positive.append((operation, loss.detach()))
@@ -88,17 +90,22 @@ class ScaledLosses:
             if not is_reached and largest(parameter.grad) != 0:
                 yield name
 
-    def note_unheld(self, known: Collection[int], model: Any) -> None:
-        """Note the parameters that are neither the model's nor an optimizer's, by known ids."""
+    def unheld(self, known: Collection[int]) -> list[Tensor]:
+        """The parameters that are neither the model's nor an optimizer's, by known ids."""
         made: Any = sys.modules["torch"].nn.Parameter
-        rest = {k: p for k, p in self.reached.items() if k not in known and isinstance(p, made)}
-        named = _in_lists(model) if rest else ()
-        if listed := [name for name, parameter in named if id(parameter) in rest]:
-            self.mistakes["unregistered"] = f"{len(listed)} parameters ({listed[0]} first)"
-        elif rest:
-            shape = list(next(iter(rest.values())).shape)
-            self.mistakes["unheld"] = f"{len(rest)} (of shape {shape} first)"
-        self.reached = {}
+        reached, self.reached = self.reached, {}
+        return [p for key, p in reached.items() if key not in known and isinstance(p, made)]
+
+    def note_unheld(self, unheld: Sequence[Tensor], model: Any) -> None:
+        """Note parameters that are neither the model's nor an optimizer's."""
+        ids = {id(parameter) for parameter in unheld}
+        listed = {id(p): name for name, p in _in_lists(model) if id(p) in ids}
+        if listed:
+            first = next(iter(listed.values()))
+            self.mistakes["unregistered"] = f"{len(listed)} parameters ({first} first)"
+        else:
+            shape = list(unheld[0].shape)
+            self.mistakes["unheld"] = f"{len(unheld)} (of shape {shape} first)"
 
     def calls(self, loss: float | None) -> Iterable[str]:
         """The calls that suggest misuse, of an iteration with this loss; waits for the device."""
@@ -112,27 +119,42 @@ class ScaledLosses:
                 yield f"{kind} {place}"
 
 
-def scale_by_hand(loss: Tensor) -> float | None:
-    """The power of 2 on the host that the code multiplies a loss by; None if there is none."""
+def _is_scaled_by_hand(loss: Tensor) -> bool:
+    """Whether the code multiplies a loss by a large power of 2, on the host."""
     node = loss.grad_fn
+    while node is not None and node.name().startswith("Div") and len(_before(node)) == 1:
+        (node,) = _before(node)  # by the number of micro-batches
     factor = saved(node, "other") if node is not None and "Mul" in node.name() else None
-    if factor is None or factor.numel() != 1 or factor.device.type != "cpu":
-        return None
-    value = float(factor)
-    return value if value >= _LEAST_SCALE and math.frexp(value)[0] == 0.5 else None
+    if factor is None or factor.numel() != 1 or factor.requires_grad:
+        return False
+    value = float(factor) if factor.device.type == "cpu" else 0.0
+    return value >= _LEAST_SCALE and math.frexp(value)[0] == 0.5
 
 
 def _in_lists(model: Any) -> Iterator[tuple[str, Tensor]]:
     """The parameters of modules in the lists and dicts of a model's modules, which hide them."""
-    made: Any = sys.modules["torch"].nn.Module
     for module_name, module in () if model is None else model.named_modules():
         for name, held in vars(module).items():
-            if not isinstance(held, (list, tuple, dict)) or name in ("_modules", "_parameters"):
-                continue
-            for key, each in held.items() if isinstance(held, dict) else enumerate(held):
-                if isinstance(each, made):
-                    prefix = f"{module_name}.{name}[{key!r}]".lstrip(".")
-                    yield from each.named_parameters(prefix)
+            if name not in ("_modules", "_parameters") and not name.endswith("_hooks"):
+                yield from _in_list(held, f"{module_name}.{name}".lstrip("."))
+
+
+def _in_list(held: Any, name: str, depth: int = 2) -> Iterator[tuple[str, Tensor]]:
+    """The parameters in a list, set or dict, of which another one may be an element."""
+    nn: Any = sys.modules["torch"].nn
+    pairs: Iterable[tuple[Any, Any]] = ()
+    if isinstance(held, dict):
+        pairs = held.items()
+    elif isinstance(held, (list, tuple, set)):
+        pairs = enumerate(held)
+    for key, each in islice(pairs, _MOST_LISTED):
+        place = f"{name}[{key!r}]"
+        if isinstance(each, nn.Parameter):
+            yield place, each
+        elif isinstance(each, nn.Module):
+            yield from each.named_parameters(place)
+        elif depth > 1:
+            yield from _in_list(each, place, depth - 1)
 
 
 def _divides_by_inf(node: Node) -> bool:

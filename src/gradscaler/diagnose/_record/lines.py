@@ -170,7 +170,8 @@ class Sample:
             ``"unscaled"``: like ``"switched"``, and no loss was scaled in between. ``"unzeroed"``:
             a backward pass added to gradients that a step had used; ``"unzeroed NAME"`` counts
             those of a module's optimizer. ``"still"``: all learning rates of a step were 0, though
-            its optimizer was made with others. ``"renewed"``: a step gave an optimizer its first
+            its optimizer was made with others. ``"faded"``: they were less than a millionth of the
+            largest before. ``"renewed"``: a step gave an optimizer its first
             state. ``"overwritten"``: most parameters changed between a sampled step and the next
             one. ``"resumed"``: before the first step, an optimizer had the state of an earlier run,
             but the scaler was new.
@@ -179,14 +180,14 @@ class Sample:
             with the same gradients. ``"nonfinite SETTING"``: an optimizer's setting, such as
             ``"lr of group 0"``, was NaN or Inf. ``"negative"``: a loss was negative that never is
             for targets as they should be; counted at samples. ``"absorbed"``: a float16 divisor
-            was Inf, and the loss finite. ``"by_hand"``: the code multiplies a loss by a power of 2.
-            ``"twice"``: a loss takes probabilities for logits. ``"across"``: it takes the
-            logarithms of probabilities over the batch for those over the classes. ``"broadcast"``:
-            it compares each output of shape [n, 1] with each of n targets. ``"unheld"``: it depends
-            on parameters that neither the model nor an optimizer holds. ``"unregistered"``: such
-            parameters are in a list or dict of the model's. These are counted at samples, and as
-            ``"absorbed PLACE"``, for example. Some
-            kinds count only before the first step. ``"idle"``: ``step`` found no gradient.
+            was Inf, and the loss finite. ``"by_hand"``: the code multiplies a loss by a power of 2,
+            of 256 or more. ``"twice"``: a loss takes probabilities for logits. ``"across"``: it
+            takes the logarithms of probabilities over the batch for those over the classes.
+            ``"broadcast"``: it compares each output of shape [n, 1] with each of n targets.
+            ``"unheld"``: it depends on parameters that neither the model nor an optimizer holds,
+            and that have not moved. ``"unregistered"``: such parameters are in a list or dict of
+            the model's. These are counted at samples, and as ``"absorbed PLACE"``, for example.
+            Some kinds count only before the first step. ``"idle"``: ``step`` found no gradient.
             ``"raised"``: ``step`` or ``unscale_`` raised an error. ``"stepless"``: the parameters
             moved between two scaled losses. ``"disabled"``: the scaler is disabled, and a forward
             pass computed in float16.

@@ -48,8 +48,8 @@ class Located:
             ``"row 3 of 32"``; None for another kind, or if more than half of the rows do.
         way: the largest magnitudes of the operations up to this one, as far as they are known,
             such as ``"matmul 3.1e+03 → mul 4.2e+04 → pow Inf"``; None if none is.
-        enlarged_by: the exponential or the power before it that made its inputs so large, such as
-            ``"exp at train.py:12"``; None if there was none, or it is not known.
+        enlarged_by: the exponential before it that made its inputs so large, such as ``"exp at
+            train.py:12"``; None if there was none, or it is not known.
     """
 
     module: str | None
