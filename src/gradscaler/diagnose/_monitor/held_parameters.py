@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gradscaler.diagnose._gradients.arrays import local, sample_of
 from gradscaler.diagnose._gradients.reading import Tensor, largest
-from gradscaler.diagnose._monitor.gradient_mark import GradientMark
+from gradscaler.diagnose._monitor.gradient_mark import Mark, is_unchanged, mark_of
 from gradscaler.diagnose._monitor.parameters import OptimizersParameters, groups_of
 from gradscaler.diagnose._record.lines import UNOWNED, Optimizers
 
@@ -26,7 +26,7 @@ class _Outer(NamedTuple):
     """A parameter that no optimizer holds: some of its elements, and its gradient."""
 
     part: NDArray[Any]
-    mark: GradientMark | None
+    mark: Mark | None
 
 
 class HeldParameters:
@@ -110,6 +110,8 @@ class HeldParameters:
     def have_faded(self, optimizer: object, rates: Sequence[float]) -> bool:
         """Whether each learning rate of an optimizer is almost 0 beside the largest it had."""
         peaks = self._peaks.get(id(optimizer), [])
+        if rates == peaks:
+            return False
         if len(peaks) != len(rates) or any(map(operator.gt, rates, peaks)):
             known = [*peaks, *rates[len(peaks) :]]
             self._peaks[id(optimizer)] = peaks = list(map(max, rates, known))
@@ -145,7 +147,7 @@ class HeldParameters:
         known = {name: before[name] for name in rest if name in before}
         still = [n for n, was in known.items() if np.array_equal(was.part, self._outer[n].part)]
         moved = {_module_of(name) for name in known if name not in still}
-        new = [n for n in still if (mark := known[n].mark) is None or not mark.is_of(rest[n].grad)]
+        new = [name for name in still if not is_unchanged(known[name].mark, rest[name].grad)]
         return tuple(name for name in new if _module_of(name) not in moved)
 
     def _name_of(self, optimizer: object) -> str:
@@ -208,4 +210,4 @@ def _is_used(parameter: Tensor) -> bool:
 
 def _outer_of(parameter: Tensor) -> _Outer:
     part = np.array(sample_of(parameter, _FEW_ELEMENTS))
-    return _Outer(part, GradientMark.of(parameter.grad))
+    return _Outer(part, mark_of(parameter.grad))

@@ -9,30 +9,33 @@ from functools import partial
 from typing import Any
 
 from gradscaler.diagnose._graph.hooks import Handle, remove_all, weakly
-from gradscaler.diagnose._monitor.gradient_mark import GradientMark
+from gradscaler.diagnose._monitor.gradient_mark import Mark, is_unchanged
 from gradscaler.diagnose._monitor.parameters import groups_of
 
-_Marks = Sequence[GradientMark | None]
+_Marks = Sequence[Mark | None]
 
 
 @dataclass(eq=False)
 class _Watched:
-    """An optimizer's first and last parameter, which stand for all, and their used gradients."""
+    """An optimizer, and the used gradients of its first and last parameter, which stand for all."""
 
-    parameters: tuple[Callable[[], Any], ...]
+    optimizer: Callable[[], object]
+    parameters: tuple[Callable[[], Any], ...] = ()  # none if it is not watched
     by_scaler: _Marks = ()
     by_own: _Marks = ()
 
-    def gradients(self) -> list[Any]:
-        return [getattr(alive(), "grad", None) for alive in self.parameters]
-
     def marks(self) -> _Marks:
-        return [None if g is None else GradientMark.of(g) for g in self.gradients()]
+        """The marks of the gradients as they are now."""
+        marks: list[Mark | None] = []
+        for alive in self.parameters:  # each step makes these calls, so they are few
+            gradient = getattr(alive(), "grad", None)
+            marks.append(None if gradient is None else (weakref.ref(gradient), gradient._version))
+        return marks
 
     def has_used(self, marks: _Marks) -> bool:
         """Whether a step that left these marks used the gradients as they are now."""
-        known = zip(marks, self.gradients(), strict=False)
-        return bool(marks) and all(m is not None and m.is_of(g) for m, g in known)
+        now = [getattr(alive(), "grad", None) for alive in self.parameters]
+        return bool(marks) and all(map(is_unchanged, marks, now))
 
 
 class RepeatedSteps:
@@ -45,17 +48,17 @@ class RepeatedSteps:
 
     def __init__(self, model: Any, note: Callable[[], object]) -> None:
         self._model, self._note = model, note
-        self._all = weakref.WeakKeyDictionary[Any, _Watched | None]()  # by optimizer
+        self._all: dict[int, _Watched] = {}  # by optimizers' ids
         self._running: list[object] = []  # the optimizer that the scaler is stepping
         self._handles: list[Handle] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
 
     def begin(self, optimizer: Any) -> None:
         """Begin a scaler's step."""
-        if optimizer not in self._all:
-            self._all[optimizer] = self._watch(optimizer)
-        watched = self._all[optimizer]
-        if watched is not None and watched.by_own:
+        watched = self._all.get(id(optimizer))
+        if watched is None or watched.optimizer() is not optimizer:
+            watched = self._all[id(optimizer)] = self._watch(optimizer)
+        if watched.by_own:
             if watched.has_used(watched.by_own):
                 self._note()
             watched.by_own = ()
@@ -64,8 +67,8 @@ class RepeatedSteps:
     def end(self, optimizer: Any) -> None:
         """End a scaler's step, whether it was applied or skipped."""
         self._running.clear()
-        watched = self._all.get(optimizer)
-        if watched is not None:
+        watched = self._all.get(id(optimizer))
+        if watched is not None and watched.parameters:
             watched.by_scaler = watched.marks()
 
     def stop(self) -> None:
@@ -73,19 +76,20 @@ class RepeatedSteps:
         self._running.clear()
         remove_all(self._handles)
 
-    def _watch(self, optimizer: Any) -> _Watched | None:
-        """Hook an optimizer; None if it has no hooks, or no gradient of the model's."""
+    def _watch(self, optimizer: Any) -> _Watched:
+        """Hook an optimizer, if it has hooks, and a gradient of the model's."""
         held = (p for group in groups_of(optimizer) for p in group["params"])
         own = None if self._model is None else {id(p) for p in self._model.parameters()}
         used = [p for p in held if p.grad is not None and (own is None or id(p) in own)]
         if not used or not hasattr(optimizer, "register_step_post_hook"):
-            return None
+            return _Watched(weakref.ref(optimizer))
         hook = partial(_unless, self._running, weakly(self._after_own))
         self._handles.append(optimizer.register_step_post_hook(hook))
-        return _Watched((weakref.ref(used[0]), weakref.ref(used[-1])))
+        first_and_last = weakref.ref(used[0]), weakref.ref(used[-1])
+        return _Watched(weakref.ref(optimizer), first_and_last)
 
     def _after_own(self, optimizer: Any, *_: object) -> None:
-        watched = self._all.get(optimizer)
+        watched = self._all.get(id(optimizer))
         if watched is None:
             return
         if watched.has_used(watched.by_scaler):
