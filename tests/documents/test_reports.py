@@ -1,4 +1,4 @@
-"""The trainings of docs/reports.md fail as it says, and its repairs mend them; ``make reports``."""
+"""The trainings of docs/reports.md fail as it says, and its repairs work; ``make reports``."""
 
 import json
 import os

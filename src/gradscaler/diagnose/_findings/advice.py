@@ -212,12 +212,11 @@ def of_operation(located: Located) -> str | None:
     if located.operation is None:
         return None
     operation, has_inf = located.operation.strip("_"), located.num_inf > 0
-    if located.enlarged_by is not None and has_inf:
-        return _ENLARGED.format(located.enlarged_by)
     is_power, is_wide = operation in _POWERS, located.dtype in _WIDE
     is_large = located.largest_input > 1e18  # its square leaves float32
     is_small = not (has_inf or is_large)
     cases = {
+        _ENLARGED.format(located.enlarged_by): located.enlarged_by is not None and has_inf,
         _POWER_OF_NEGATIVE: is_power and not has_inf,
         _POWER_OF_0: is_power and located.largest_input <= 1,
         f"{_POWER}: {_in_float32(located)}": is_power and not is_wide,

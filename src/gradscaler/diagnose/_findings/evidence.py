@@ -66,7 +66,7 @@ class Evidence:
     cut: Mapping[str, str] = field(default_factory=dict)  # see Sample.cut
     earlier: VerdictLine | None = None  # the verdict on an earlier streak
     optimizers: Optimizers | None = None  # in the latest sample that looked at them
-    rates: tuple[tuple[int, float], ...] = ()  # the learning rate by sampled step, first and last
+    rates: tuple[tuple[int, float], ...] = ()  # the learning rate by step: first and latest samples
     has_scaler: bool = True  # whether losses are scaled
     bad_step: BadStep | None = None  # the first that was applied, else one that was left out
 

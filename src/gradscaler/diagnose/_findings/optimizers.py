@@ -150,7 +150,7 @@ def faded(evidence: Evidence) -> Finding | None:
 
 
 def renewed(evidence: Evidence) -> Finding | None:
-    """An optimizer that is made anew for each step, so that it never has a state."""
+    """An optimizer that the loop makes again for each step, so that it never has a state."""
     count = evidence.calls.get("renewed", 0)
     is_reset = evidence.calls.get("overwritten", 0) > 0  # its parameters are, too, on purpose
     if is_reset or not max(_FEW, _ALMOST_ALL * evidence.steps) <= count <= evidence.steps:
