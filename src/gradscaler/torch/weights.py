@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from copy import deepcopy
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -18,8 +18,9 @@ from gradscaler._torch_like.operations import Fp16GradientsError, parameters_of
 from gradscaler.errors import ParameterError
 from gradscaler.policies._checks import count
 from gradscaler.torch._weights.casting import Kept, cast, kept_by, must_not_be_wide
-from gradscaler.torch._weights.chunks import Chunks, Piece, is_dense
+from gradscaler.torch._weights.chunks import Chunks, Piece
 from gradscaler.torch._weights.entries import Entries, like
+from gradscaler.torch._weights.flat import is_dense
 from gradscaler.torch._weights.loading import entries_in, numbers_of
 from gradscaler.torch._weights.replicas import share
 from gradscaler.torch._weights.rounding import DTYPES
@@ -39,6 +40,7 @@ from gradscaler.torch._weights.wrapped import (
 
 _ON_CPU = 2**19  # elements of a chunk on a CPU; with Adam's state, they fit into a cache
 _ELSEWHERE = 2**25  # elements of a chunk on other devices
+_REGISTER = 16  # float32 elements of the largest vector register of a CPU
 _HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 _OPERATIONS = TorchOperations()
 
@@ -222,7 +224,8 @@ class MasterWeights(torch.optim.Optimizer):
             scale, factor = None, inverse if coefficient is None else coefficient * inverse
         parameters = [p for p in parameters_of(self) if p.grad is not None]
         if parameters:
-            chunks, places = self._chunks_of(parameters), places_in(self.param_groups)
+            places = places_in(self.param_groups)
+            chunks = self._chunks_of(parameters, places)
             with chunks.memory():
                 for chunk in chunks.chunks:
                     self._step_chunk(chunk, places, factor, scale, found_inf)
@@ -272,8 +275,8 @@ class MasterWeights(torch.optim.Optimizer):
             for own, group in zip(self.param_groups, groups, strict=True)
         ]
         emptied = self._entries.emptied()
-        # In one statement without a call, which nothing interrupts.
-        self.state, self.param_groups, self._entries = new, groups, emptied
+        # In one statement without a call, which nothing interrupts. The chunks hold old states.
+        self.state, self.param_groups, self._entries, self._chunks = new, groups, emptied, None
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -372,19 +375,20 @@ class MasterWeights(torch.optim.Optimizer):
             if piece.is_narrow:
                 values = self._entries.open(piece, self.state, places)
             else:
+                piece.lend([self.state.get(p, {}) for p in piece.parameters])
                 values = piece.spans([p.detach() for p in piece.parameters])
-            stand_ins.update(zip(piece.parameters, values, strict=True))
-            gradients += map(like, piece.parameters, piece.widened_gradients(factor))
+            stand_ins.update(zip(piece.stepped, values, strict=True))
+            gradients += map(like, piece.stepped, piece.widened_gradients(factor))
         narrow = [piece for piece in chunk if piece.is_narrow]
         try:
             for stand_in, gradient in zip(stand_ins.values(), gradients, strict=True):
                 stand_in.grad = gradient
-            if all(piece.is_whole for piece in chunk):
+            if chunk[0].lent is None:
                 self._wrapped.step(
                     self.param_groups, places, stand_ins, self.state, scale, found_inf
                 )
             else:
-                self._step_span(chunk[0], places, stand_ins, scale, found_inf)
+                self._step_flat(chunk[0], places, stand_ins, scale, found_inf)
             for piece in narrow:
                 self._entries.close(piece)
             _clear_gradients(stand_ins)
@@ -394,7 +398,7 @@ class MasterWeights(torch.optim.Optimizer):
             _clear_gradients(stand_ins)
             raise
 
-    def _step_span(
+    def _step_flat(
         self,
         piece: Piece,
         places: Places,
@@ -402,22 +406,17 @@ class MasterWeights(torch.optim.Optimizer):
         scale: torch.Tensor | None,
         found_inf: torch.Tensor | None,
     ) -> None:
-        """Step a span of a parameter. A count of steps and the like change with the last span."""
+        """Step the flat tensor of a piece, which is alone in its chunk."""
         assert self._wrapped is not None
-        (parameter,) = piece.parameters
-        state = self.state[parameter]
-        of_span = {
-            key: piece.spans([value])[0] if _has_layout(value, parameter) else _copied(value)
-            for key, value in without_entries(state).items()
-        }
-        stepped = {parameter: of_span}
-        self._wrapped.step(self.param_groups, places, stand_ins, stepped, scale, found_inf)
-        if piece.is_last:
-            self.state[parameter] = state | {
-                key: value
-                for key, value in stepped[parameter].items()
-                if not _has_layout(state.get(key), parameter)
-            }
+        assert piece.lent is not None
+        first, states = piece.parameters[0], [self.state[p] for p in piece.parameters]
+        stepped = {first: dict(piece.lent)}
+        try:
+            self._wrapped.step(self.param_groups, places, stand_ins, stepped, scale, found_inf)
+            piece.take_back(stepped[first], states)
+        except BaseException:  # the call of take_back() may have been interrupted, too
+            piece.take_back(stepped[first], states)
+            raise
 
     def _may_skip_on_device(self, found_inf: object) -> bool:
         """Whether the step may run without reading the flag, so that the host need not wait.
@@ -429,19 +428,40 @@ class MasterWeights(torch.optim.Optimizer):
         is_random = self._entries.store.is_random
         return on_device and self._wrapped.skips_on_device and not is_random
 
-    def _chunks_of(self, parameters: list[torch.Tensor]) -> Chunks:
+    def _chunks_of(self, parameters: list[torch.Tensor], places: Places) -> Chunks:
         """The chunks of these parameters, reused from the previous step if nothing changed."""
         assert self._wrapped is not None
         size = self._chunk_elements
         if size is None and self._wrapped.is_pytorch_s:
             size = _ON_CPU if parameters[0].is_cpu else _ELSEWHERE
         to_split = [p for p in parameters if size and p.numel() > size and self._may_split(p)]
-        layouts = [(id(p), p.dtype, p.device, p.shape, p.stride()) for p in parameters]
+        layouts = [
+            (id(p), places[p][0], p.dtype, p.device, p.shape, p.stride()) for p in parameters
+        ]
         key = layouts, list(map(id, to_split))
         if self._chunks is None or self._chunks[0] != key:
             has_values = self._entries.store.has_values
-            self._chunks = key, Chunks(parameters, size, to_split, not has_values)
+            joinable = [p for p in parameters if self._may_join(p) and p not in set(to_split)]
+            of_kinds = groupby(joinable, lambda p: (places[p][0], p.dtype))
+            to_join = [list(of_kind) for _, of_kind in of_kinds]
+            self._chunks = key, Chunks(parameters, size, to_split, to_join, not has_values)
         return self._chunks[1]
+
+    def _may_join(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter can be stepped in one flat tensor with others.
+
+        Fused kernels round an element by itself in another way than one of a full vector register.
+        So joined parameters fill registers, and each element is rounded as if it were not joined.
+        """
+        assert self._wrapped is not None
+        return (
+            self._wrapped.is_elementwise
+            and parameter.dtype in DTYPES
+            and parameter.is_cpu
+            and type(parameter.detach()) is torch.Tensor
+            and parameter.numel() % _REGISTER == 0 < parameter.numel()
+            and is_dense(parameter)
+        )
 
     def _may_split(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter can be stepped in spans. Its first step makes its state, in one."""
@@ -530,11 +550,6 @@ def _clear_gradients(stand_ins: StandIns) -> None:
     """Remove the gradients of stand-ins, because masters are kept, and gradients are not."""
     for stand_in in stand_ins.values():
         stand_in.grad = None
-
-
-def _copied(value: object) -> object:
-    """A copy of a part of a state. Of a tensor, it takes less time than ``deepcopy``."""
-    return value.clone() if isinstance(value, torch.Tensor) else deepcopy(value)
 
 
 def _has_layout(value: object, parameter: torch.Tensor) -> bool:

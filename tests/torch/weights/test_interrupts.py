@@ -15,20 +15,24 @@ PLACES = ("/gradscaler/torch/weights.py", "/gradscaler/torch/_weights/")
 LR = 2.0**-9
 KEYS = {"float32": "master", "remainder16": "remainder", "stochastic": "rounding"}
 STORES = tuple(KEYS)
+# How a step takes the parameters of 16 bits, and the number of steps before.
+KINDS = {"whole": 0, "in spans": 2, "joining": 0, "joined": 2}
 
 
 class Training:
-    """A parameter of 16 bits and one that stays float32, both in a chunk or the first in spans."""
+    """A parameter of 16 bits, or two that are joined, and one that stays float32."""
 
-    def __init__(self, store, optimizer_class=torch.optim.SGD, steps=0, **options):
+    def __init__(self, store, optimizer_class=torch.optim.SGD, kind="whole", **options):
         torch.manual_seed(0)
         self.store = store
-        self.model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.LayerNorm(4, bias=False))
-        options = {"keep_fp32": ["1"], "lr": LR, **options}
-        options["chunk_elements"] = 10 if steps else 16
+        linears = [(4, 4), (4, 4)] if kind.startswith("join") else [(3, 4)]
+        layers = [nn.Linear(*sizes, bias=False) for sizes in linears]
+        self.model = nn.Sequential(nn.LayerNorm(4, bias=False), *layers)
+        options = {"keep_fp32": ["0"], "lr": LR, **options}
+        options["chunk_elements"] = 10 if kind == "in spans" else 32
         self.optimizer = MasterWeights(optimizer_class, self.model, store=store, **options)
         self.more = [nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(2, 2))]
-        for _ in range(steps):
+        for _ in range(KINDS[kind]):
             self.begin()
             self.step()
 
@@ -139,11 +143,11 @@ def are_equal(ours, others):
     return all(itertools.starmap(torch.equal, zip(ours, others, strict=True)))
 
 
-@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("store", STORES[:2])
-def test_an_interrupted_step_leaves_each_value_as_it_was_or_stepped(store, steps):
+def test_an_interrupted_step_leaves_each_value_as_it_was_or_stepped(store, kind):
     def make():
-        return Training(store, steps=steps)
+        return Training(store, kind=kind)
 
     before = make().wide()
     seen = set()
@@ -156,11 +160,13 @@ def test_an_interrupted_step_leaves_each_value_as_it_was_or_stepped(store, steps
     assert seen == {True, False}
 
 
-@pytest.mark.parametrize(("steps", "fused"), [(0, True), (1, False)])
+@pytest.mark.parametrize(
+    ("kind", "fused"), [("whole", True), ("in spans", False), ("joining", True), ("joined", False)]
+)
 @pytest.mark.parametrize("store", STORES)
-def test_an_interrupted_step_loses_neither_entries_nor_moments(store, steps, fused):
+def test_an_interrupted_step_loses_neither_entries_nor_moments(store, kind, fused):
     def make():
-        return Training(store, torch.optim.Adam, steps, fused=fused)
+        return Training(store, torch.optim.Adam, kind, fused=fused)
 
     before, error = make().wide(), 2.0**-10 if store == "stochastic" else 0
     for each in interrupted(make, "step"):
@@ -176,7 +182,7 @@ def test_an_interrupted_step_loses_neither_entries_nor_moments(store, steps, fus
 
 @pytest.mark.parametrize(("saved_by", "store"), [STORES[:2], STORES[1::-1]])
 def test_a_step_interrupted_while_it_converts_another_store_s_entries_loses_none(saved_by, store):
-    saved = Training(saved_by, steps=2)
+    saved = Training(saved_by, kind="in spans")
 
     def make():
         each = Training(store)
@@ -215,10 +221,10 @@ def test_an_optimizer_that_raises_after_its_step_leaves_values_and_gradients_apa
     each.must_go_on()
 
 
-@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("store", STORES[:2])
-def test_a_state_dict_taken_at_any_line_of_a_step_has_every_entry(store, steps):
-    each = Training(store, torch.optim.Adam, steps)
+def test_a_state_dict_taken_at_any_line_of_a_step_has_every_entry(store, kind):
+    each = Training(store, torch.optim.Adam, kind)
     each.begin()
     counts = itertools.count()
 
@@ -226,7 +232,7 @@ def test_a_state_dict_taken_at_any_line_of_a_step_has_every_entry(store, steps):
         next(counts)
         each.must_have_every_entry()
         taken = each.optimizer.state_dict()
-        loaded = Training(store, torch.optim.Adam)
+        loaded = Training(store, torch.optim.Adam, kind)
         loaded.model.load_state_dict(each.model.state_dict())
         loaded.optimizer.load_state_dict(taken)
         for value, own, first in zip(loaded.wide(), each.wide(), before, strict=True):
@@ -256,25 +262,28 @@ def test_a_handler_in_the_wrapped_optimizer_s_step_gets_every_entry(store, steps
     assert len(asked) == steps + 1
 
 
-def loading(store, steps):
-    each, other = Training(store, torch.optim.Adam, steps), Training(store, torch.optim.Adam, 3)
+def loading(store, kind):
+    each, other = (Training(store, torch.optim.Adam, kind) for _ in range(2))
+    for _ in range(3):
+        other.begin()
+        other.step()
     each.saved = copy.deepcopy(other.optimizer.state_dict())
     each.saved["param_groups"][0]["lr"] = 0.125
     return each
 
 
-@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("store", STORES)
-def test_an_interrupted_load_state_dict_changes_all_or_nothing(store, steps, exact):
+def test_an_interrupted_load_state_dict_changes_all_or_nothing(store, kind, exact):
     def all_of(each):
         each.must_have_every_entry()
         return exact([each.optimizer.state_dict(), each.wide()])
 
-    old, new = loading(store, steps), loading(store, steps)
+    old, new = loading(store, kind), loading(store, kind)
     new.load_state_dict()
     allowed = {"old": all_of(old), "new": all_of(new)}
     seen = set()
-    for each in interrupted(lambda: loading(store, steps), "load_state_dict"):
+    for each in interrupted(lambda: loading(store, kind), "load_state_dict"):
         found = all_of(each)
         seen |= {name for name, state in allowed.items() if state == found}
         assert found in allowed.values()
@@ -314,11 +323,11 @@ def test_an_interrupted_add_param_group_adds_a_cast_group_or_nothing(store, opti
     assert seen == {1, 2}
 
 
-@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("store", STORES)
-def test_an_interrupted_state_dict_changes_nothing(store, steps, exact):
+def test_an_interrupted_state_dict_changes_nothing(store, kind, exact):
     def make():
-        return Training(store, torch.optim.Adam, steps)
+        return Training(store, torch.optim.Adam, kind)
 
     before = exact([make().optimizer.state_dict(), make().wide()])
     for each in interrupted(make, "state_dict"):

@@ -228,7 +228,7 @@ def test_no_full_copy_of_the_gradients_exists(monkeypatch):
 
     monkeypatch.setattr(torch.optim.SGD, "step", counting)
     optimizer.step()
-    assert seen == [[(torch.float32, 4096, torch.float32)] * 2] * 8
+    assert seen == [[(torch.float32, 2 * 4096, torch.float32)]] * 8  # two are joined
     _, chunks = optimizer._chunks
     assert all(storage.nbytes() == 0 for storage, _ in chunks._storages)
 

@@ -1,8 +1,9 @@
 """Groups parameters into chunks, and owns the memory in which chunks are widened one by one.
 
-A parameter with more elements than a chunk may have is split, if the optimizer allows it. The
-memory has the size that the largest chunk needs. It is only allocated during a step: afterwards
-its storages are resized to 0 bytes, and all views of them stay.
+If the optimizer treats each element alone, the parameters of a chunk are joined and stepped as one
+flat tensor, and a parameter with more elements than a chunk may have is split. The memory has the
+size that the largest chunk needs. It is only allocated during a step: afterwards its storages are
+resized to 0 bytes, and all views of them stay.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from gradscaler._on_torch.operations import TorchOperations
 from gradscaler._on_torch.processes import Part, placed, to_local
+from gradscaler.torch._weights.flat import Joined, Layout, Span, State
 from gradscaler.torch._weights.rounding import DTYPES
 
 _OPERATIONS = TorchOperations()
@@ -25,16 +27,16 @@ class Piece:
 
     Args:
         parameters: the parameters of the model.
-        begin: the first element of the span, in the order of memory.
-        end: the end of the span; None for a piece of whole parameters.
+        span: the span of the only parameter; None for whole parameters.
+        may_join: whether the parameters may be stepped as one flat tensor.
 
     Attributes:
         dtype: the dtype of the parameters.
-        is_whole: whether the piece has whole parameters.
-        is_last: whether the piece has the last element of its parameters.
         is_narrow: whether ``dtype`` has 16 bits, so that the parameters are stepped in float32.
         locals: this process' parts of the parameters, or the span of the one parameter.
-        entries: the store's entries for ``locals``.
+        lent: the optimizer's state of the flat tensor that this step steps in place of the
+            parameters: of all of them, joined, or of a span. None if it steps each parameter.
+        entries: the store's entries for ``locals``; the flat one if ``lent`` is not None.
         gradients: flat memory for all float32 gradients; None for a dtype other than 16 bits and
             float32.
         gradient_views: views of ``gradients`` in the shape of each parameter.
@@ -56,13 +58,16 @@ class Piece:
     narrow: torch.Tensor | None = None
     units: torch.Tensor | None = None
     remainders: torch.Tensor | None = None
+    lent: State | None = None
 
     def __init__(
-        self, parameters: list[torch.Tensor], begin: int = 0, end: int | None = None
+        self,
+        parameters: list[torch.Tensor],
+        span: Span | None = None,
+        *,
+        may_join: bool = False,
     ) -> None:
-        self.parameters, self.begin, self._end = parameters, begin, end
-        self.is_whole = end is None
-        self.is_last = end in (None, parameters[0].numel())
+        self.parameters, self.span = parameters, span
         self.dtype, self.device = parameters[0].dtype, parameters[0].device
         self.is_narrow = self.dtype in DTYPES
         self.takes_float32 = self.is_narrow or self.dtype is torch.float32
@@ -75,7 +80,10 @@ class Piece:
         self.halves: list[torch.Tensor] = []
         self.half_views: list[list[torch.Tensor]] = []
         self.look_up()
-        self.size = sum(local.numel() for local in self.locals)
+        self._layout = Layout(self.locals)
+        self.size = self._layout.size
+        self._flat = Joined(self._layout, len(parameters)) if may_join else span
+        self._has_stepped = False
 
     def look_up(self) -> None:
         """Find this process' parts again, because FSDP, for example, may have moved them."""
@@ -83,16 +91,59 @@ class Piece:
 
     def spans(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """The span of this piece in tensors that have its parameters' layout."""
-        if self.is_whole:
-            return tensors
-        return [_flat(tensor)[self.begin : self._end] for tensor in tensors]
+        return tensors if self.span is None else list(map(self.span.of, tensors))
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of a flat tensor in the shape and memory order of each of ``locals``."""
+        return self._layout.views(flat)
+
+    @property
+    def stepped(self) -> list[torch.Tensor]:
+        """The parameters that tensors stand in for: the first one for a flat tensor of all."""
+        return self.parameters if self.lent is None else self.parameters[:1]
+
+    def lend(self, states: list[State], entry: str = "", *, with_entries: bool = True) -> None:
+        """Make ``lent`` from the parameters' states.
+
+        The first step of these parameters joins no states that they have: it may be that some of
+        them have no gradient in every second step.
+
+        Args:
+            states: the state of each parameter.
+            entry: the key of the store's entries in them.
+            with_entries: whether entries are lent, too.
+        """
+        self.lent = None
+        keys = [key for key in states[0] if with_entries or key != entry]
+        may_move = self._has_stepped or states[0].keys() <= {entry}
+        self._has_stepped = True
+        if self._flat is None or any(_is_sparse(p.grad) for p in self.parameters):
+            return
+        if all(state.keys() == states[0].keys() for state in states):
+            self.lent = self._flat.lend(states, keys, may_move=may_move)
+
+    def as_stepped(
+        self, flat: torch.Tensor | None, views: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Flat memory as this step takes it: the memory itself, or its view for each parameter."""
+        return views if self.lent is None or flat is None else [flat]
+
+    def take_back(self, stepped: State, states: list[State]) -> None:
+        """Set the parameters' states to that of the flat tensor after its step."""
+        assert self._flat is not None
+        assert self.lent is not None
+        self._flat.take_back(self.lent, stepped, states)
 
     def widened_gradients(self, factor: torch.Tensor | None) -> list[torch.Tensor]:
-        """The gradients times ``factor``, in the dtype of the step; this process' parts."""
+        """The gradients times ``factor``, in the dtype of the step; this process' parts.
+
+        There is one for each parameter, or the flat one if ``lent`` is not None.
+        """
         grads = [p.grad.detach() for p in self.parameters if p.grad is not None]
         parts = self.spans(to_local(placed(Part([{"params": self.parameters}]), grads)))
         dtype = torch.float32 if self.is_narrow else self.dtype
-        if factor is None and all(part.dtype is dtype for part in parts):
+        is_ready = self.lent is None or len(parts) == 1
+        if is_ready and factor is None and all(part.dtype is dtype for part in parts):
             return parts
         if factor is not None:
             factor = _OPERATIONS.on_device(factor, self.device)
@@ -102,15 +153,7 @@ class Piece:
         torch._foreach_copy_(self.gradient_views, parts)
         if factor is not None:
             self.gradients.mul_(factor)
-        return self.gradient_views
-
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Views of a flat tensor in the shape and memory order of each parameter."""
-        begins = flat.split([local.numel() for local in self.locals])
-        return [
-            begin.as_strided(local.shape, torch.empty_like(local, device="meta").stride())
-            for begin, local in zip(begins, self.locals, strict=True)
-        ]
+        return self.as_stepped(self.gradients, self.gradient_views)
 
 
 class Chunks:
@@ -121,6 +164,7 @@ class Chunks:
         size: the largest number of elements of a chunk, unless a single parameter has more; None
             for one chunk of all parameters.
         to_split: those parameters with more elements than ``size`` that are split.
+        to_join: lists of parameters of one dtype that may be stepped as one flat tensor.
         widens_values: whether the values of narrow parameters need memory, as gradients do.
     """
 
@@ -129,17 +173,22 @@ class Chunks:
         parameters: list[torch.Tensor],
         size: int | None,
         to_split: list[torch.Tensor],
+        to_join: list[list[torch.Tensor]],
         widens_values: bool,
     ) -> None:
-        split = set(to_split)
+        others = set(parameters).difference(to_split, *to_join)
         self.chunks = [
             [Piece(list(alike)) for _, alike in groupby(sorted(chunk, key=_kind), key=_kind)]
-            for chunk in _chunked([p for p in parameters if p not in split], size)
+            for chunk in _chunked([p for p in parameters if p in others], size)
         ]
+        for run in to_join:
+            self.chunks += [[Piece(each, may_join=len(each) > 1)] for each in _chunked(run, size)]
         for p in to_split:
             assert size is not None
             ends = (*range(size, p.numel(), size), p.numel())
-            self.chunks += [[Piece([p], begin, end)] for begin, end in pairwise((0, *ends))]
+            layout = Layout([p.detach()])
+            spans = [Span(begin, end, layout) for begin, end in pairwise((0, *ends))]
+            self.chunks += [[Piece([p], span)] for span in spans]
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
         for device in {parameter.device for parameter in parameters}:
             self._place("gradients", device, torch.float32, lambda piece: piece.takes_float32)
@@ -214,11 +263,5 @@ def _chunked(parameters: list[torch.Tensor], size: int | None) -> Iterator[list[
         yield chunk
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements fill its memory without gaps, in any order."""
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's elements in the order of memory."""
-    return tensor.as_strided((tensor.numel(),), (1,))
+def _is_sparse(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.is_sparse

@@ -45,16 +45,21 @@ class Entries:
         """Widen the parameters of a piece; ``places`` are theirs in the groups.
 
         Returns:
-            Tensors with the float32 values, each with its parameter's layout.
+            Tensors with the float32 values, one for each parameter that the piece steps.
         """
         entries = [self._entry(p, state, places) for p in piece.parameters]
-        piece.entries = to_local(entries)
-        if not self.store.is_random:
-            piece.entries = piece.spans(piece.entries)
+        key, is_random = self.store.key, self.store.is_random
+        piece.lend([state[p] for p in piece.parameters], key, with_entries=not is_random)
+        for parameter in self._fresh.keys() & piece.parameters:
+            self._fresh[parameter] = state[parameter][key]  # which may have been joined
+        if piece.lent is None or is_random:
+            piece.entries = to_local(entries)
+        else:
+            piece.entries = [piece.lent.pop(key)]
         self.store.open(piece, piece.entries)
         if self.store.has_values:
-            return entries if piece.is_whole else piece.entries
-        return list(map(like, piece.parameters, piece.wide_views))
+            return entries if piece.lent is None else piece.entries
+        return list(map(like, piece.stepped, piece.as_stepped(piece.wide, piece.wide_views)))
 
     def close(self, piece: Piece) -> None:
         """Set the parameters of a piece to their stepped float32 values, rounded."""

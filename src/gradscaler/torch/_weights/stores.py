@@ -68,6 +68,8 @@ class Masters:
         """
         assert piece.gradients is not None
         (rounded, narrow), (rounded_views, narrow_views) = piece.halves, piece.half_views
+        gradient_views = piece.as_stepped(piece.gradients, piece.gradient_views)
+        rounded_views = piece.as_stepped(rounded, rounded_views)
         torch._foreach_copy_(rounded_views, entries)
         torch._foreach_copy_(narrow_views, piece.locals)
         if rounded.is_cpu:  # elsewhere, the host would wait
@@ -75,11 +77,14 @@ class Masters:
                 return
             torch._foreach_copy_(rounded_views, entries)
         is_kept, values = rounded == narrow, narrow.float()
-        torch._foreach_copy_(piece.gradient_views, entries)
+        torch._foreach_copy_(gradient_views, entries)
         torch.where(is_kept, piece.gradients, values, out=piece.gradients)
-        torch._foreach_copy_(entries, piece.gradient_views)
+        torch._foreach_copy_(entries, gradient_views)
 
     def close(self, piece: Piece, entries: list[torch.Tensor]) -> None:
+        if piece.lent is not None:
+            piece.halves[0].copy_(entries[0])
+            entries = piece.half_views[0]
         torch._foreach_copy_(piece.locals, entries)
 
 
@@ -100,9 +105,10 @@ class Remainders:
         assert piece.units is not None
         is_float16 = piece.dtype is torch.float16
         remainder = piece.gradients if is_float16 else piece.narrow
+        views = piece.gradient_views if is_float16 else piece.narrow_views
         assert remainder is not None
         torch._foreach_copy_(piece.wide_views, piece.locals)
-        torch._foreach_copy_(piece.gradient_views if is_float16 else piece.narrow_views, entries)
+        torch._foreach_copy_(piece.as_stepped(remainder, views), entries)
         join_(piece.wide, remainder, piece.units, piece.dtype)
 
     def close(self, piece: Piece, entries: list[torch.Tensor]) -> None:
@@ -112,9 +118,10 @@ class Remainders:
         assert piece.remainders is not None
         narrow = piece.narrow.view(piece.dtype)
         split_(piece.wide, narrow, piece.gradients, piece.remainders)
+        remainders = piece.as_stepped(piece.remainders, piece.remainder_views)
         # In one call, which nothing interrupts. All are int16, for the kernel that takes them all.
         locals_ = [local.view(torch.int16) for local in piece.locals]
-        torch._foreach_copy_([*locals_, *entries], [*piece.narrow_views, *piece.remainder_views])
+        torch._foreach_copy_([*locals_, *entries], [*piece.narrow_views, *remainders])
 
 
 class Nothing:
@@ -145,13 +152,13 @@ class Nothing:
         generator = torch.Generator(piece.device)
         drawn = []
         for parameter, local, entry in zip(piece.parameters, piece.locals, entries, strict=True):
-            span = () if piece.is_whole else (piece.begin,)
+            span = () if piece.span is None else (piece.span.begin,)
             generator.manual_seed(mixed(*entry.tolist(), *_shard_of(parameter), *span))
             drawn.append(random_bits(local.numel(), generator))
         memory = piece.units, piece.gradients  # the gradients are no longer needed
         rounded = round_at_random_(piece.wide, piece.dtype, torch.cat(drawn), *memory)
         piece.narrow.view(piece.dtype).copy_(rounded)
-        for entry in entries if piece.is_last else ():
+        for entry in entries if piece.span is None or piece.span.is_last else ():
             entry[1] += 1  # first, so that an interrupt repeats no numbers
         torch._foreach_copy_(piece.locals, piece.rounded_views)
 

@@ -1,0 +1,209 @@
+"""Flat tensors: many small tensors in one memory, so that one operation takes them all.
+
+An operation on a small tensor takes longer to begin than to compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from copy import deepcopy
+from itertools import accumulate
+from operator import is_
+from typing import Any
+
+import torch
+
+State = dict[str, Any]
+
+
+class Layout:
+    """The shapes of tensors, and the place of each in flat memory that has them in their order.
+
+    Args:
+        tensors: the tensors. Where one has gaps in its memory, the flat memory has none.
+
+    Attributes:
+        size: the number of elements of all tensors.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        dense = [torch.empty_like(tensor, device="meta") for tensor in tensors]
+        self._shapes = [(tensor.shape, tensor.stride()) for tensor in dense]
+        *self._begins, self.size = accumulate((tensor.numel() for tensor in dense), initial=0)
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of a flat tensor in the shape and memory order of each tensor."""
+        first = flat.storage_offset()
+        return [
+            flat.as_strided(shape, stride, first + begin)
+            for (shape, stride), begin in zip(self._shapes, self._begins, strict=True)
+        ]
+
+    def fits(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether tensors have these shapes and strides, and all the same dtype."""
+        shapes = [(tensor.shape, tensor.stride()) for tensor in tensors]
+        return shapes == self._shapes and len({tensor.dtype for tensor in tensors}) == 1
+
+    def flat_of(self, tensors: list[torch.Tensor]) -> torch.Tensor | None:
+        """The flat tensor that has tensors as its views; None if there is none."""
+        first = tensors[0]
+        address, width = first.data_ptr(), first.element_size()
+        places = [address + width * begin for begin in self._begins]
+        if places != list(map(torch.Tensor.data_ptr, tensors)) or not self.fits(tensors):
+            return None
+        end = width * (first.storage_offset() + self.size)
+        if first.untyped_storage().nbytes() < end:  # other storages lie behind it
+            return None
+        return first.as_strided((self.size,), (1,))
+
+
+class _OneAfterAnother:
+    """Tensors that are views of a flat one."""
+
+    def __init__(self, flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+        self.flat, self._tensors = flat, tensors
+        self._addresses = list(map(torch.Tensor.data_ptr, tensors))
+
+    def is_of(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether these are the same tensors, and have not been given other memory since."""
+        is_same = all(map(is_, tensors, self._tensors))
+        return is_same and list(map(torch.Tensor.data_ptr, tensors)) == self._addresses
+
+
+class Joined:
+    """Parameters that are stepped as one flat parameter.
+
+    The tensors in the state of each parameter are views of flat memory, which this makes.
+
+    Args:
+        layout: the layout of the parameters, which are dense.
+        count: the number of parameters.
+    """
+
+    def __init__(self, layout: Layout, count: int) -> None:
+        self._layout = layout
+        self._of_counts = Layout([torch.empty(())] * count)
+        self._joined: dict[str, _OneAfterAnother] = {}
+
+    def lend(self, states: list[State], keys: Iterable[str], *, may_move: bool) -> State | None:
+        """The state of the flat parameter, with a copy of what is not a tensor of its size.
+
+        Args:
+            states: the state of each parameter. They have the same keys.
+            keys: the keys to lend.
+            may_move: whether tensors that are not joined yet may be replaced by joined copies.
+
+        Returns:
+            None if the parameters' counts of steps differ, or tensors cannot be joined.
+        """
+        lent: State = {}
+        for key in keys:
+            values = [state[key] for state in states]
+            first = values[0]
+            if not isinstance(first, torch.Tensor):
+                if any(value != first for value in values):
+                    return None
+                lent[key] = deepcopy(first)
+                continue
+            joined = self._joined.get(key)
+            if joined is None or not joined.is_of(values):
+                joined = self._join(key, states, may_move=may_move)
+            if joined is None:
+                return None
+            if first.dim():
+                lent[key] = joined.flat
+            elif len(set(joined.flat.tolist())) == 1:
+                lent[key] = first.clone()
+            else:
+                return None
+        return lent
+
+    def _join(self, key: str, states: list[State], *, may_move: bool) -> _OneAfterAnother | None:
+        values = [state[key] for state in states]
+        if not all(isinstance(value, torch.Tensor) for value in values):
+            return None
+        layout = self._layout if values[0].dim() else self._of_counts
+        flat = layout.flat_of(values)
+        if flat is None:
+            if not (may_move and layout.fits(values)):
+                return None
+            flat = torch.cat([flattened(value) for value in values])
+            values = layout.views(flat)
+            for state, view in zip(states, values, strict=True):
+                state[key] = view
+        self._joined[key] = _OneAfterAnother(flat, values)
+        return self._joined[key]
+
+    def take_back(self, lent: State, stepped: State, states: list[State]) -> None:
+        """Set the state of each parameter to that of the flat one after its step.
+
+        An interrupt leaves a parameter with all of a new state or nothing, and it may be repeated.
+        """
+        new: list[State] = [{} for _ in states]
+        for key, value in stepped.items():
+            if not isinstance(value, torch.Tensor):
+                values = [value] * len(states)
+            elif value.dim():
+                if value is lent.get(key):
+                    continue
+                values = self._layout.views(value)
+            elif key in lent:
+                self._joined[key].flat.fill_(value)
+                continue
+            else:
+                values = self._of_counts.views(value.repeat(len(states)))
+            for each, of_parameter in zip(new, values, strict=True):
+                each[key] = of_parameter
+        for state, each in zip(states, new, strict=True):
+            state.update(each)
+
+
+class Span:
+    """A span of one parameter, which is dense.
+
+    Args:
+        begin: the first element of the span, in the order of memory.
+        end: the end of the span.
+        layout: the layout of the parameter.
+    """
+
+    def __init__(self, begin: int, end: int, layout: Layout) -> None:
+        self.begin, self._end, self._layout = begin, end, layout
+        self.is_last = end == layout.size
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The span of a tensor in the parameter's layout."""
+        return flattened(tensor)[self.begin : self._end]
+
+    def lend(self, states: list[State], keys: Iterable[str], *, may_move: bool) -> State:
+        """The state of the span, with a copy of what is not a tensor of the parameter's size."""
+        (state,) = states
+        return {
+            key: self.of(state[key]) if self._has_span(state[key]) else _copied(state[key])
+            for key in keys
+        }
+
+    def take_back(self, lent: State, stepped: State, states: list[State]) -> None:
+        """Set a count of steps and the like in the parameter's state, after its last span."""
+        (state,) = states
+        if self.is_last:
+            others = [key for key in stepped if not self._has_span(state.get(key))]
+            state.update((key, stepped[key]) for key in others)
+
+    def _has_span(self, value: object) -> bool:
+        return isinstance(value, torch.Tensor) and self._layout.fits([value])
+
+
+def flattened(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements in the order of memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements fill its memory without gaps, in any order."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def _copied(value: object) -> object:
+    """A copy of a part of a state. Of a tensor, it takes less time than ``deepcopy``."""
+    return value.clone() if isinstance(value, torch.Tensor) else deepcopy(value)
