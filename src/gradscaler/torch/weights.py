@@ -90,9 +90,10 @@ class MasterWeights(torch.optim.Optimizer):
         seed: the seed of the random numbers of "stochastic".
         chunk_elements: the largest number of elements that are widened at once. A larger parameter
             is stepped in spans from its second step on, if the class is PyTorch's and treats each
-            element alone; a sharded parameter is not split. The default is 2**19 on a CPU and 2**25
-            elsewhere. For a class outside PyTorch, the default is all elements, because such an
-            optimizer may compare parameters.
+            element alone; a sharded parameter is not split. On a CPU, such a class steps the
+            parameters of a chunk and a group as one flat tensor, and their states are views of one
+            memory. The default is 2**19 on a CPU and 2**25 elsewhere. For a class outside PyTorch,
+            it is all elements, because such an optimizer may compare parameters.
         kwargs: arguments of ``optimizer_class``: ``lr``, ``foreach``, ``fused`` and so on.
 
     Raises:
