@@ -410,13 +410,13 @@ class MasterWeights(torch.optim.Optimizer):
         """Step the flat tensor of a piece, which is alone in its chunk."""
         assert self._wrapped is not None
         assert piece.lent is not None
-        first, states = piece.parameters[0], [self.state[p] for p in piece.parameters]
+        first = piece.parameters[0]
         stepped = {first: dict(piece.lent)}
         try:
             self._wrapped.step(self.param_groups, places, stand_ins, stepped, scale, found_inf)
-            piece.take_back(stepped[first], states)
+            piece.take_back(stepped[first], self.state)
         except BaseException:  # the call of take_back() may have been interrupted, too
-            piece.take_back(stepped[first], states)
+            piece.take_back(stepped[first], self.state)
             raise
 
     def _may_skip_on_device(self, found_inf: object) -> bool:

@@ -143,6 +143,28 @@ def counted_otherwise(training):
         training.optimizer.state[training.parameters[number % 4]]["step"] += 5
 
 
+def one_set_back(training):
+    training.step(0)
+    first = training.parameters[0]
+    kept = copy.deepcopy(training.optimizer.state[first]), first.detach().clone()
+    training.step(1)
+    training.optimizer.state[first] = kept[0]
+    first.data.copy_(kept[1])
+    for number in range(2, 5):
+        training.step(number)
+
+
+def in_inference_mode(training):
+    for number in range(2):
+        training.step(number)
+    for state in training.optimizer.state.values():
+        state.update((key, value.clone()) for key, value in state.items())
+    with torch.inference_mode():
+        training.optimizer.step()
+    for number in range(2, 5):
+        training.step(number)
+
+
 def copied(training):
     for number in range(4):
         training.step(number)
@@ -171,6 +193,8 @@ EVENTS = [
     of_another_store,
     moved,
     counted_otherwise,
+    one_set_back,
+    in_inference_mode,
     copied,
     of_another_rate,
     with_a_longer_gradient,
@@ -209,6 +233,16 @@ def test_a_sparse_gradient_is_added_as_it_is(exact, alone):
         return exact([optimizer.state_dict(), weights])
 
     assert trained() == alone(trained)
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_state_dict_that_other_code_reads_gets_no_keys_in_a_step(store):
+    training, other = Training(store=store), Training(store=store)
+    training.optimizer.load_state_dict(other.optimizer.state_dict())  # before its first step
+    taken = training.optimizer.state_dict()["state"]
+    keys = {number: list(state) for number, state in taken.items()}
+    training.step(0)
+    assert {number: list(state) for number, state in taken.items()} == keys
 
 
 def test_states_take_no_more_memory_than_their_values():

@@ -8,7 +8,7 @@ resized to 0 bytes, and all views of them stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from itertools import groupby, pairwise
 
@@ -116,6 +116,9 @@ class Piece:
         self.lent = None
         keys = [key for key in states[0] if with_entries or key != entry]
         may_move = self._has_stepped or states[0].keys() <= {entry}
+        may_move = (
+            may_move and not torch.is_inference_mode_enabled()
+        )  # its tensors are for it alone
         self._has_stepped = True
         if self._flat is None or any(_is_sparse(p.grad) for p in self.parameters):
             return
@@ -128,11 +131,18 @@ class Piece:
         """Flat memory as this step takes it: the memory itself, or its view for each parameter."""
         return views if self.lent is None or flat is None else [flat]
 
-    def take_back(self, stepped: State, states: list[State]) -> None:
-        """Set the parameters' states to that of the flat tensor after its step."""
+    def take_back(self, stepped: State, state: MutableMapping[torch.Tensor, State]) -> None:
+        """Bring the parameters' states to that of the flat tensor after its step.
+
+        A state to which keys are added is a new one, as other code may be reading the old one.
+        """
         assert self._flat is not None
         assert self.lent is not None
-        self._flat.take_back(self.lent, stepped, states)
+        states = [state[p] for p in self.parameters]
+        new = self._flat.take_back(self.lent, stepped, states)
+        for parameter, old, more in zip(self.parameters, states, new, strict=True):
+            if more:
+                state[parameter] = {**old, **more}
 
     def widened_gradients(self, factor: torch.Tensor | None) -> list[torch.Tensor]:
         """The gradients times ``factor``, in the dtype of the step; this process' parts.

@@ -47,11 +47,14 @@ class Entries:
         Returns:
             Tensors with the float32 values, one for each parameter that the piece steps.
         """
-        entries = [self._entry(p, state, places) for p in piece.parameters]
+        for parameter in piece.parameters:
+            self._entry(parameter, state, places)
         key, is_random = self.store.key, self.store.is_random
-        piece.lend([state[p] for p in piece.parameters], key, with_entries=not is_random)
+        states = [state[p] for p in piece.parameters]
+        piece.lend(states, key, with_entries=not is_random)  # which may replace entries
+        entries = [each[key] for each in states]
         for parameter in self._fresh.keys() & piece.parameters:
-            self._fresh[parameter] = state[parameter][key]  # which may have been joined
+            self._fresh[parameter] = state[parameter][key]
         if piece.lent is None or is_random:
             piece.entries = to_local(entries)
         else:

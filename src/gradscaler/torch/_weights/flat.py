@@ -134,10 +134,10 @@ class Joined:
         self._joined[key] = _OneAfterAnother(flat, values)
         return self._joined[key]
 
-    def take_back(self, lent: State, stepped: State, states: list[State]) -> None:
-        """Set the state of each parameter to that of the flat one after its step.
+    def take_back(self, lent: State, stepped: State, states: list[State]) -> list[State]:
+        """What the flat parameter's step adds to the state of each parameter, or replaces there.
 
-        An interrupt leaves a parameter with all of a new state or nothing, and it may be repeated.
+        It may be called again after an interrupt.
         """
         new: list[State] = [{} for _ in states]
         for key, value in stepped.items():
@@ -154,8 +154,7 @@ class Joined:
                 values = self._of_counts.views(value.repeat(len(states)))
             for each, of_parameter in zip(new, values, strict=True):
                 each[key] = of_parameter
-        for state, each in zip(states, new, strict=True):
-            state.update(each)
+        return new
 
 
 class Span:
@@ -183,12 +182,11 @@ class Span:
             for key in keys
         }
 
-    def take_back(self, lent: State, stepped: State, states: list[State]) -> None:
-        """Set a count of steps and the like in the parameter's state, after its last span."""
+    def take_back(self, lent: State, stepped: State, states: list[State]) -> list[State]:
+        """What the last span's step replaces in the parameter's state: counts of steps."""
         (state,) = states
-        if self.is_last:
-            others = [key for key in stepped if not self._has_span(state.get(key))]
-            state.update((key, stepped[key]) for key in others)
+        others = [key for key in stepped if not self._has_span(state.get(key))]
+        return [{key: stepped[key] for key in others if self.is_last}]
 
     def _has_span(self, value: object) -> bool:
         return isinstance(value, torch.Tensor) and self._layout.fits([value])
