@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -165,6 +166,16 @@ def in_inference_mode(training):
         training.step(number)
 
 
+def with_keys_of_other_code(training):
+    training.step(0)
+    for value in (5, None, [torch.ones(2)], np.arange(3.0), torch.eye(3).to_sparse()):
+        for parameter in training.parameters:
+            training.optimizer.state[parameter]["mine"] = value
+        training.step(1)
+    for parameter in training.parameters:
+        del training.optimizer.state[parameter]["mine"]
+
+
 def copied(training):
     for number in range(4):
         training.step(number)
@@ -195,6 +206,7 @@ EVENTS = [
     counted_otherwise,
     one_set_back,
     in_inference_mode,
+    with_keys_of_other_code,
     copied,
     of_another_rate,
     with_a_longer_gradient,

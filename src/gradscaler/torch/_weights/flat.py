@@ -101,9 +101,9 @@ class Joined:
             values = [state[key] for state in states]
             first = values[0]
             if not isinstance(first, torch.Tensor):
-                if any(value != first for value in values):
+                if not all(map(_is_plain, values)) or len(set(values)) > 1:
                     return None
-                lent[key] = deepcopy(first)
+                lent[key] = first
                 continue
             joined = self._joined.get(key)
             if joined is None or not joined.is_of(values):
@@ -120,7 +120,7 @@ class Joined:
 
     def _join(self, key: str, states: list[State], *, may_move: bool) -> _OneAfterAnother | None:
         values = [state[key] for state in states]
-        if not all(isinstance(value, torch.Tensor) for value in values):
+        if not all(map(_is_strided, values)):
             return None
         layout = self._layout if values[0].dim() else self._of_counts
         flat = layout.flat_of(values)
@@ -200,6 +200,14 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements fill its memory without gaps, in any order."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def _is_strided(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, (int, float, str))
 
 
 def _copied(value: object) -> object:
