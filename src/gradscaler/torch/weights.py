@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import groupby
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -20,7 +19,7 @@ from gradscaler.policies._checks import count
 from gradscaler.torch._weights.casting import Kept, cast, kept_by, must_not_be_wide
 from gradscaler.torch._weights.chunks import Chunks, Piece
 from gradscaler.torch._weights.entries import Entries, like
-from gradscaler.torch._weights.flat import is_dense
+from gradscaler.torch._weights.flat import is_dense, separate
 from gradscaler.torch._weights.loading import entries_in, numbers_of
 from gradscaler.torch._weights.replicas import share
 from gradscaler.torch._weights.rounding import DTYPES
@@ -282,7 +281,9 @@ class MasterWeights(torch.optim.Optimizer):
             after(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in _PICKLED}}
+        state = defaultdict(dict, {p: separate(each) for p, each in dict(self.state).items()})
+        own = {name: getattr(self, name) for name in _PICKLED}
+        return {**super().__getstate__(), **own, "state": state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -340,7 +341,7 @@ class MasterWeights(torch.optim.Optimizer):
         groups = [*groups]
         places = places_in(groups)
         numbered = {
-            places[key][1] if key in places else key: value
+            places[key][1] if key in places else key: separate(value) if key in places else value
             for key, value in entries.saved(state).items()
             if key in places or not isinstance(key, torch.Tensor)
         }
@@ -442,9 +443,12 @@ class MasterWeights(torch.optim.Optimizer):
         key = layouts, list(map(id, to_split))
         if self._chunks is None or self._chunks[0] != key:
             has_values = self._entries.store.has_values
-            joinable = [p for p in parameters if self._may_join(p) and p not in set(to_split)]
-            of_kinds = groupby(joinable, lambda p: (places[p][0], p.dtype))
-            to_join = [list(of_kind) for _, of_kind in of_kinds]
+            rest = set(parameters).difference(to_split)
+            alike: defaultdict[object, list[torch.Tensor]] = defaultdict(list)
+            for p in parameters:
+                if p in rest and self._may_join(p):
+                    alike[places[p][0], p.dtype].append(p)
+            to_join = [each for each in alike.values() if len(each) > 1]
             self._chunks = key, Chunks(parameters, size, to_split, to_join, not has_values)
         return self._chunks[1]
 

@@ -86,6 +86,29 @@ def test_those_that_fill_registers_are_joined_in_each_group(stepped):
     assert stepped[3:] == stepped[:3]
 
 
+def test_a_pickle_holds_each_value_once():
+    training = Training()
+    for number in range(2):
+        training.step(number)
+    sizes = [
+        len(pickle.dumps(each)) for each in (training.optimizer, training.optimizer.state_dict())
+    ]
+    assert max(sizes) < 40_000  # of 21 tensors whose memory is 1 kB or less each
+
+
+def test_states_take_no_more_memory_where_parameters_are_frozen_one_by_one():
+    weights = [nn.Parameter(torch.ones(16, 16)) for _ in range(12)]
+    optimizer = MasterWeights(torch.optim.AdamW, weights)
+    for number in (3, 7, 1, 10, 5):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        for _ in range(2):
+            optimizer.step()
+        weights[number].grad = None
+        optimizer.step()
+    must_be_as_large_as_its_values(optimizer)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize(("optimizer_class", "options"), CASES)
@@ -261,8 +284,11 @@ def test_states_take_no_more_memory_than_their_values():
     training = Training(store="float32")
     for number in range(3):
         training.step(number)
-    tensors = [value for state in training.optimizer.state.values() for value in state.values()]
+    must_be_as_large_as_its_values(training.optimizer)
+
+
+def must_be_as_large_as_its_values(optimizer):
+    tensors = [value for state in optimizer.state.values() for value in state.values()]
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
-    assert sum(map(torch.UntypedStorage.nbytes, storages.values())) == sum(
-        each.numel() * each.element_size() for each in tensors
-    )
+    bytes_of_values = sum(each.numel() * each.element_size() for each in tensors)
+    assert sum(map(torch.UntypedStorage.nbytes, storages.values())) == bytes_of_values

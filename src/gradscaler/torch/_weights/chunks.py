@@ -36,7 +36,8 @@ class Piece:
         locals: this process' parts of the parameters, or the span of the one parameter.
         lent: the optimizer's state of the flat tensor that this step steps in place of the
             parameters: of all of them, joined, or of a span. None if it steps each parameter.
-        entries: the store's entries for ``locals``; the flat one if ``lent`` is not None.
+        entries: the store's entries for ``locals``; if ``lent`` is not None, the flat one that it
+            has, or those of random numbers.
         gradients: flat memory for all float32 gradients; None for a dtype other than 16 bits and
             float32.
         gradient_views: views of ``gradients`` in the shape of each parameter.
@@ -83,7 +84,6 @@ class Piece:
         self._layout = Layout(self.locals)
         self.size = self._layout.size
         self._flat = Joined(self._layout, len(parameters)) if may_join else span
-        self._has_stepped = False
 
     def look_up(self) -> None:
         """Find this process' parts again, because FSDP, for example, may have moved them."""
@@ -102,11 +102,8 @@ class Piece:
         """The parameters that tensors stand in for: the first one for a flat tensor of all."""
         return self.parameters if self.lent is None else self.parameters[:1]
 
-    def lend(self, states: list[State], entry: str = "", *, with_entries: bool = True) -> None:
+    def lend(self, states: list[State], entry: str = "", *, with_entries: bool = False) -> None:
         """Make ``lent`` from the parameters' states.
-
-        The first step of these parameters joins no states that they have: it may be that some of
-        them have no gradient in every second step.
 
         Args:
             states: the state of each parameter.
@@ -114,16 +111,11 @@ class Piece:
             with_entries: whether entries are lent, too.
         """
         self.lent = None
-        keys = [key for key in states[0] if with_entries or key != entry]
-        may_move = self._has_stepped or states[0].keys() <= {entry}
-        may_move = (
-            may_move and not torch.is_inference_mode_enabled()
-        )  # its tensors are for it alone
-        self._has_stepped = True
         if self._flat is None or any(_is_sparse(p.grad) for p in self.parameters):
             return
+        keys = [*(key for key in states[0] if key != entry), *[entry] * with_entries]
         if all(state.keys() == states[0].keys() for state in states):
-            self.lent = self._flat.lend(states, keys, may_move=may_move)
+            self.lent = self._flat.lend(states, keys, entry)
 
     def as_stepped(
         self, flat: torch.Tensor | None, views: list[torch.Tensor]

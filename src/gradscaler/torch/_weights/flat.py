@@ -85,16 +85,17 @@ class Joined:
         self._of_counts = Layout([torch.empty(())] * count)
         self._joined: dict[str, _OneAfterAnother] = {}
 
-    def lend(self, states: list[State], keys: Iterable[str], *, may_move: bool) -> State | None:
-        """The state of the flat parameter, with a copy of what is not a tensor of its size.
+    def lend(self, states: list[State], keys: Iterable[str], entry: str) -> State | None:
+        """The state of the flat parameter, with copies of counts of steps.
 
         Args:
             states: the state of each parameter. They have the same keys.
             keys: the keys to lend.
-            may_move: whether tensors that are not joined yet may be replaced by joined copies.
+            entry: the last one of them, whose tensors may be replaced by joined copies. Others may
+                be known to other code, and belong to an optimizer that made them joined or alone.
 
         Returns:
-            None if the parameters' counts of steps differ, or tensors cannot be joined.
+            None if the parameters' counts of steps differ, or tensors are not joined.
         """
         lent: State = {}
         for key in keys:
@@ -107,7 +108,7 @@ class Joined:
                 continue
             joined = self._joined.get(key)
             if joined is None or not joined.is_of(values):
-                joined = self._join(key, states, may_move=may_move)
+                joined = self._join(key, states, may_move=key == entry)
             if joined is None:
                 return None
             if first.dim():
@@ -125,6 +126,7 @@ class Joined:
         layout = self._layout if values[0].dim() else self._of_counts
         flat = layout.flat_of(values)
         if flat is None:
+            may_move = may_move and not torch.is_inference_mode_enabled()
             if not (may_move and layout.fits(values)):
                 return None
             flat = torch.cat([flattened(value) for value in values])
@@ -174,7 +176,7 @@ class Span:
         """The span of a tensor in the parameter's layout."""
         return flattened(tensor)[self.begin : self._end]
 
-    def lend(self, states: list[State], keys: Iterable[str], *, may_move: bool) -> State:
+    def lend(self, states: list[State], keys: Iterable[str], entry: str) -> State:
         """The state of the span, with a copy of what is not a tensor of the parameter's size."""
         (state,) = states
         return {
@@ -200,6 +202,16 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements fill its memory without gaps, in any order."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def separate(state: State) -> State:
+    """A state without views of joined memory: pickle would write all of it for each view."""
+    return {key: value.clone() if _is_joined(value) else value for key, value in state.items()}
+
+
+def _is_joined(value: object) -> bool:
+    is_plain = type(value) is torch.Tensor and value.is_cpu and _is_strided(value)
+    return is_plain and value.untyped_storage().nbytes() > value.nbytes
 
 
 def _is_strided(value: object) -> bool:
