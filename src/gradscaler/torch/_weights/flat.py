@@ -210,7 +210,9 @@ def separate(state: State) -> State:
 
 
 def _is_joined(value: object) -> bool:
-    is_plain = type(value) is torch.Tensor and value.is_cpu and _is_strided(value)
+    if not isinstance(value, torch.Tensor) or type(value) is not torch.Tensor:
+        return False
+    is_plain = value.is_cpu and value.layout is torch.strided
     return is_plain and value.untyped_storage().nbytes() > value.nbytes
 
 
