@@ -38,7 +38,6 @@ class Training:
         if optimizer_class is torch.optim.SGD:
             options["momentum"] = 0.9
         self.optimizer = MasterWeights(optimizer_class, groups, **options)
-        self.sizes = []
 
     def step(self, number, without=()):
         generator = torch.Generator().manual_seed(number)
@@ -212,7 +211,7 @@ def of_another_rate(training):
         training.optimizer.param_groups[1]["lr"] *= 0.5
 
 
-def with_a_longer_gradient(training):
+def with_another_group(training):
     training.step(0)
     training.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4, 4))]})
     training.parameters = [p for g in training.optimizer.param_groups for p in g["params"]]
@@ -232,7 +231,7 @@ EVENTS = [
     with_keys_of_other_code,
     copied,
     of_another_rate,
-    with_a_longer_gradient,
+    with_another_group,
 ]
 
 

@@ -9,9 +9,11 @@ from collections.abc import Iterable
 from copy import deepcopy
 from itertools import accumulate
 from operator import is_
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+
+from gradscaler._on_torch.processes import is_dtensor
 
 State = dict[str, Any]
 
@@ -57,8 +59,8 @@ class Layout:
         return first.as_strided((self.size,), (1,))
 
 
-class _OneAfterAnother:
-    """Tensors that are views of a flat one."""
+class _Views:
+    """A flat tensor, and its views that were found in the states of parameters."""
 
     def __init__(self, flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
         self.flat, self._tensors = flat, tensors
@@ -73,7 +75,7 @@ class _OneAfterAnother:
 class Joined:
     """Parameters that are stepped as one flat parameter.
 
-    The tensors in the state of each parameter are views of flat memory, which this makes.
+    Tensors in the states of the parameters are views of flat tensors, which the first step makes.
 
     Args:
         layout: the layout of the parameters, which are dense.
@@ -83,7 +85,7 @@ class Joined:
     def __init__(self, layout: Layout, count: int) -> None:
         self._layout = layout
         self._of_counts = Layout([torch.empty(())] * count)
-        self._joined: dict[str, _OneAfterAnother] = {}
+        self._joined: dict[str, _Views] = {}
 
     def lend(self, states: list[State], keys: Iterable[str], entry: str) -> State | None:
         """The state of the flat parameter, with copies of counts of steps.
@@ -91,8 +93,8 @@ class Joined:
         Args:
             states: the state of each parameter. They have the same keys.
             keys: the keys to lend.
-            entry: the last one of them, whose tensors may be replaced by joined copies. Others may
-                be known to other code, and belong to an optimizer that made them joined or alone.
+            entry: the last key, whose tensors may be replaced by joined copies. Other tensors are
+                never replaced, because other code may hold them.
 
         Returns:
             None if the parameters' counts of steps differ, or tensors are not joined.
@@ -119,7 +121,7 @@ class Joined:
                 return None
         return lent
 
-    def _join(self, key: str, states: list[State], *, may_move: bool) -> _OneAfterAnother | None:
+    def _join(self, key: str, states: list[State], *, may_move: bool) -> _Views | None:
         values = [state[key] for state in states]
         if not all(map(_is_strided, values)):
             return None
@@ -133,7 +135,7 @@ class Joined:
             values = layout.views(flat)
             for state, view in zip(states, values, strict=True):
                 state[key] = view
-        self._joined[key] = _OneAfterAnother(flat, values)
+        self._joined[key] = _Views(flat, values)
         return self._joined[key]
 
     def take_back(self, lent: State, stepped: State, states: list[State]) -> list[State]:
@@ -210,13 +212,12 @@ def separate(state: State) -> State:
 
 
 def _is_joined(value: object) -> bool:
-    if not isinstance(value, torch.Tensor) or type(value) is not torch.Tensor:
+    if not _is_strided(value) or not value.is_cpu or is_dtensor(value):
         return False
-    is_plain = value.is_cpu and value.layout is torch.strided
-    return is_plain and value.untyped_storage().nbytes() > value.nbytes
+    return value.untyped_storage().nbytes() > value.nbytes
 
 
-def _is_strided(value: object) -> bool:
+def _is_strided(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
