@@ -17,9 +17,9 @@ from gradscaler._torch_like.operations import Fp16GradientsError, parameters_of
 from gradscaler.errors import ParameterError
 from gradscaler.policies._checks import count
 from gradscaler.torch._weights.casting import Kept, cast, kept_by, must_not_be_wide
-from gradscaler.torch._weights.chunks import Chunks, Piece
+from gradscaler.torch._weights.chunks import Chunks, Piece, chunked
 from gradscaler.torch._weights.entries import Entries, like
-from gradscaler.torch._weights.flat import is_dense, separate
+from gradscaler.torch._weights.flat import Joined, Layout, is_dense, separate
 from gradscaler.torch._weights.loading import entries_in, numbers_of
 from gradscaler.torch._weights.replicas import share
 from gradscaler.torch._weights.rounding import DTYPES
@@ -274,6 +274,7 @@ class MasterWeights(torch.optim.Optimizer):
             {**own, **group, "params": own["params"]}
             for own, group in zip(self.param_groups, groups, strict=True)
         ]
+        self._join(new)
         emptied = self._entries.emptied()
         # In one statement without a call, which nothing interrupts. The chunks hold old states.
         self.state, self.param_groups, self._entries, self._chunks = new, groups, emptied, None
@@ -287,6 +288,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._join(self.state)
         if self._fp32_gradients:  # a copied or unpickled parameter loses its grad_dtype
             _take_float32_gradients(parameters_of(self))
         share(self._entries_of)
@@ -433,9 +435,7 @@ class MasterWeights(torch.optim.Optimizer):
     def _chunks_of(self, parameters: list[torch.Tensor], places: Places) -> Chunks:
         """The chunks of these parameters, reused from the previous step if nothing changed."""
         assert self._wrapped is not None
-        size = self._chunk_elements
-        if size is None and self._wrapped.is_pytorch_s:
-            size = _ON_CPU if parameters[0].is_cpu else _ELSEWHERE
+        size = self._size(parameters)
         to_split = [p for p in parameters if size and p.numel() > size and self._may_split(p)]
         layouts = [
             (id(p), places[p][0], p.dtype, p.device, p.shape, p.stride()) for p in parameters
@@ -443,14 +443,30 @@ class MasterWeights(torch.optim.Optimizer):
         key = layouts, list(map(id, to_split))
         if self._chunks is None or self._chunks[0] != key:
             has_values = self._entries.store.has_values
-            rest = set(parameters).difference(to_split)
-            alike: defaultdict[object, list[torch.Tensor]] = defaultdict(list)
-            for p in parameters:
-                if p in rest and self._may_join(p):
-                    alike[places[p][0], p.dtype].append(p)
-            to_join = [each for each in alike.values() if len(each) > 1]
+            to_join = self._to_join(parameters, places)
             self._chunks = key, Chunks(parameters, size, to_split, to_join, not has_values)
         return self._chunks[1]
+
+    def _size(self, parameters: list[torch.Tensor]) -> int | None:
+        """The largest number of elements of a chunk; None for all elements."""
+        assert self._wrapped is not None
+        if self._chunk_elements is None and self._wrapped.is_pytorch_s and parameters:
+            return _ON_CPU if parameters[0].is_cpu else _ELSEWHERE
+        return self._chunk_elements
+
+    def _to_join(self, parameters: list[torch.Tensor], places: Places) -> list[list[torch.Tensor]]:
+        """Lists of parameters, of one chunk each, that may be stepped as one flat tensor.
+
+        A parameter with more elements than a chunk is in none. So the lists are the same before
+        such parameters are split and after.
+        """
+        size = self._size(parameters)
+        alike: defaultdict[object, list[torch.Tensor]] = defaultdict(list)
+        for p in parameters:
+            if (size is None or p.numel() <= size) and self._may_join(p):
+                alike[places[p][0], p.dtype].append(p)
+        runs = (run for each in alike.values() for run in chunked(each, size))
+        return [run for run in runs if len(run) > 1]
 
     def _may_join(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter can be stepped in one flat tensor with others.
@@ -487,6 +503,14 @@ class MasterWeights(torch.optim.Optimizer):
             and all(_has_layout(e, parameter) for key, e in entries.items() if key != "rounding")
             and is_dense(parameter)
         )
+
+    @torch.no_grad()
+    def _join(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
+        """Join the tensors of a new state, which no other code may hold, as steps join them."""
+        parameters = [p for p in parameters_of(self) if p.requires_grad and p in state]
+        for run in self._to_join(parameters, places_in(self.param_groups)):
+            layout = Layout([p.detach() for p in run])
+            Joined(layout, len(run)).join([state[p] for p in run])
 
     # Casting and first state.
 

@@ -85,6 +85,54 @@ def test_those_that_fill_registers_are_joined_in_each_group(stepped):
     assert stepped[3:] == stepped[:3]
 
 
+def test_they_are_joined_after_a_state_dict_is_loaded(stepped):
+    training = Training()
+    training.step(0)
+    training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+    must_be_as_large_as_its_values(training.optimizer)
+    before = stepped[:]
+    training.step(1)
+    assert stepped == before * 2
+
+
+def test_they_are_joined_in_a_copy_of_the_optimizer(stepped):
+    training = Training()
+    training.step(0)
+    training = copy.deepcopy(training)
+    must_be_as_large_as_its_values(training.optimizer)
+    before = stepped[:]
+    training.step(1)
+    assert stepped == before * 2
+
+
+def test_those_between_parameters_that_are_split_are_joined(stepped):
+    parameters = [nn.Parameter(torch.ones(16 * (1 + i % 2 * 3))) for i in range(6)]
+    optimizer = MasterWeights(torch.optim.AdamW, parameters, chunk_elements=48)
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        del stepped[:]
+        optimizer.step()
+    assert sorted(stepped) == [[16]] * 3 + [[48]] * 4
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}])
+def test_a_gradient_may_have_another_order_of_memory(options):
+    values = torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(0))
+
+    def trained(memory_format):
+        parameter = nn.Parameter(values.to(memory_format=memory_format))
+        optimizer = MasterWeights(
+            torch.optim.AdamW, [parameter], lr=0.1, fp32_gradients=True, **options
+        )
+        for _ in range(2):
+            parameter.grad = values.cos()
+            optimizer.step()
+        return optimizer.wide(parameter)
+
+    assert torch.equal(trained(torch.channels_last), trained(torch.contiguous_format))
+
+
 def test_a_pickle_holds_each_value_once():
     training = Training()
     for number in range(2):

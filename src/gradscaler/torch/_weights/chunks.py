@@ -145,7 +145,8 @@ class Piece:
         parts = self.spans(to_local(placed(Part([{"params": self.parameters}]), grads)))
         dtype = torch.float32 if self.is_narrow else self.dtype
         is_ready = self.lent is None or len(parts) == 1
-        if is_ready and factor is None and all(part.dtype is dtype for part in parts):
+        has_dtype = all(part.dtype is dtype for part in parts)
+        if is_ready and factor is None and has_dtype and all(map(_has_order, parts, self.locals)):
             return parts
         if factor is not None:
             factor = _OPERATIONS.on_device(factor, self.device)
@@ -166,7 +167,7 @@ class Chunks:
         size: the largest number of elements of a chunk, unless a single parameter has more; None
             for one chunk of all parameters.
         to_split: those parameters with more elements than ``size`` that are split.
-        to_join: lists of parameters of one dtype that may be stepped as one flat tensor.
+        to_join: lists of parameters, of one chunk each, that may be stepped as one flat tensor.
         widens_values: whether the values of narrow parameters need memory, as gradients do.
     """
 
@@ -181,10 +182,9 @@ class Chunks:
         others = set(parameters).difference(to_split, *to_join)
         self.chunks = [
             [Piece(list(alike)) for _, alike in groupby(sorted(chunk, key=_kind), key=_kind)]
-            for chunk in _chunked([p for p in parameters if p in others], size)
+            for chunk in chunked([p for p in parameters if p in others], size)
         ]
-        for run in to_join:
-            self.chunks += [[Piece(each, may_join=len(each) > 1)] for each in _chunked(run, size)]
+        self.chunks += [[Piece(run, may_join=True)] for run in to_join]
         for p in to_split:
             assert size is not None
             ends = (*range(size, p.numel(), size), p.numel())
@@ -250,7 +250,7 @@ def _kind(parameter: torch.Tensor) -> tuple[str, str]:
     return str(parameter.device), str(parameter.dtype)
 
 
-def _chunked(parameters: list[torch.Tensor], size: int | None) -> Iterator[list[torch.Tensor]]:
+def chunked(parameters: list[torch.Tensor], size: int | None) -> Iterator[list[torch.Tensor]]:
     """Lists of parameters, in their order, of at most ``size`` elements where possible."""
     chunk: list[torch.Tensor] = []
     total = 0
@@ -263,6 +263,11 @@ def _chunked(parameters: list[torch.Tensor], size: int | None) -> Iterator[list[
         total += local.numel()
     if chunk:
         yield chunk
+
+
+def _has_order(gradient: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether a gradient has its tensor's order of memory, in which fused kernels read both."""
+    return gradient.is_sparse or gradient.stride() == tensor.stride()
 
 
 def _is_sparse(tensor: torch.Tensor | None) -> bool:

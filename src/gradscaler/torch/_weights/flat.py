@@ -121,9 +121,15 @@ class Joined:
                 return None
         return lent
 
+    def join(self, states: list[State]) -> None:
+        """Replace tensors of the states by joined copies. No other code may hold them."""
+        for key in set.intersection(*map(set, states)):
+            if isinstance(states[0][key], torch.Tensor):
+                self._join(key, states, may_move=True)
+
     def _join(self, key: str, states: list[State], *, may_move: bool) -> _Views | None:
         values = [state[key] for state in states]
-        if not all(map(_is_strided, values)):
+        if not all(map(_is_on_cpu, values)):
             return None
         layout = self._layout if values[0].dim() else self._of_counts
         flat = layout.flat_of(values)
@@ -212,13 +218,17 @@ def separate(state: State) -> State:
 
 
 def _is_joined(value: object) -> bool:
-    if not _is_strided(value) or not value.is_cpu or is_dtensor(value):
-        return False
-    return value.untyped_storage().nbytes() > value.nbytes
+    return _is_on_cpu(value) and value.untyped_storage().nbytes() > value.nbytes
 
 
-def _is_strided(value: object) -> TypeGuard[torch.Tensor]:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+def _is_on_cpu(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether it is a strided tensor in the memory of this process."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and value.is_cpu
+        and not is_dtensor(value)
+    )
 
 
 def _is_plain(value: object) -> bool:
