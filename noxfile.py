@@ -26,6 +26,9 @@ nox.options.envdir = ".venv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["test"]
 
+# With this set, each of the many processes of the tests would compile all of PyTorch's modules.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # For each environment, the frameworks that are tested in it.
 ENVIRONMENTS = {
     "torch": ["torch"],
