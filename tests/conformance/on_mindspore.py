@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from functools import partial
+from functools import cache, partial
 
 import mindspore
 import numpy as np
@@ -53,6 +53,20 @@ class Held:
     def __init__(self, make, mode, policy):
         self.make, self.mode, self.policy = make, mode, policy
         self.start()
+        self.first = self.values()
+
+    def begun(self):
+        """One that begins again, with what this one has compiled."""
+        begun = copy.copy(self)
+        begun.set_values(self.first)
+        return begun
+
+    def values(self):
+        return [parameter.asnumpy().copy() for parameter in self.parameters()]
+
+    def set_values(self, values):
+        for parameter, value in zip(self.parameters(), values, strict=True):
+            parameter.set_data(Tensor(value))
 
     def set_scale(self, scale):
         self.scale.set_data(Tensor(scale, mindspore.float32))
@@ -62,10 +76,9 @@ class Held:
         self.resume()  # the window is the constructor's
 
     def resume(self):
-        saved = [parameter.asnumpy().copy() for parameter in self.parameters()]
+        saved = self.values()
         self.start()
-        for parameter, value in zip(self.parameters(), saved, strict=True):
-            parameter.set_data(Tensor(value))
+        self.set_values(saved)
 
     def step(self, overflows):
         mindspore.set_context(mode=self.mode)
@@ -170,9 +183,14 @@ WAYS = {
 }
 
 
-def driver(make, way, policy):
+@cache
+def compiled(make, way, policy):
     kind, cls, *rest = way
     return kind(make(cls), *rest, policy)
+
+
+def driver(make, way, policy):
+    return compiled(make, way, policy).begun()
 
 
 MODES = [

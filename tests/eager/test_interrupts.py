@@ -13,6 +13,7 @@ import pytest
 
 from gradscaler import CallOrderError
 from tests.support.eager import library
+from tests.support.interrupts import moments
 
 PLACES = tuple(
     f"/gradscaler/{name}/" for name in ("_eager", "_torch_like", "_on_torch", library.name)
@@ -101,13 +102,12 @@ def is_ours(filename):
     return any(place in filename for place in PLACES)
 
 
-def interrupt_at(line, call):
-    """Raise KeyboardInterrupt before the n-th line of a call; whether it has that many lines."""
-    lines = itertools.count()
+def each_line(look, call):
+    """Call ``look`` with the place, before each line of a call."""
 
-    def in_ours(_, event, __):
-        if event == "line" and next(lines) == line:
-            raise KeyboardInterrupt
+    def in_ours(frame, event, _):
+        if event == "line":
+            look((frame.f_code.co_filename, frame.f_lineno))
         return in_ours
 
     before = sys.gettrace()
@@ -115,28 +115,46 @@ def interrupt_at(line, call):
     sys.settrace(lambda frame, *_: in_ours if is_ours(frame.f_code.co_filename) else None)
     try:
         call()
-    except KeyboardInterrupt:
-        return True
     finally:
         sys.settrace(before)
         gc.enable()
         library.framework.set_grad_enabled(True)  # the framework's own step may leave it off
-    return False
+
+
+def interrupt(moment, call):
+    """Raise KeyboardInterrupt at one moment of a call."""
+    lines = itertools.count()
+
+    def look(_):
+        if next(lines) == moment:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        each_line(look, call)
 
 
 def interrupted(training, call, before=None):
     """The training, interrupted at each line of a call in turn, after the call ``before``.
 
-    No interrupt leaves an attribute on a fused optimizer.
+    A line that runs often is interrupted at its first time and its last. No interrupt leaves an
+    attribute on a fused optimizer.
     """
-    for line in itertools.count():
+
+    def begun():
         each = training()
         each.begin()
         if before:
             getattr(each, before)()
-        if not interrupt_at(line, getattr(each, call)):
-            assert line > 10
-            return
+        return each
+
+    seen = []
+    for _ in range(2):  # the first time, more is made
+        seen.clear()
+        each_line(seen.append, getattr(begun(), call))
+    assert len(seen) > 10
+    for moment in moments(seen):
+        each = begun()
+        interrupt(moment, getattr(each, call))
         assert not {"grad_scale", "found_inf"} & set(vars(each.optimizer))
         yield each
 

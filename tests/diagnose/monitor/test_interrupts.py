@@ -25,6 +25,7 @@ from gradscaler.diagnose._locate.locate import is_locating
 from gradscaler.diagnose._locate.module_hooks import ModuleHooks
 from gradscaler.errors import CallOrderError
 from gradscaler.torch import GradScaler
+from tests.support.interrupts import moments
 
 # Their trainings are in float32, which is a finding of its own.
 pytestmark = pytest.mark.filterwarnings("ignore::gradscaler.diagnose.FindingWarning")
@@ -81,12 +82,6 @@ def seen_in(run):
     return seen
 
 
-def moments(seen, places=None):
-    """Where to interrupt: each place's first time and its last, as numbers of events."""
-    last = {each: number for number, each in enumerate(seen) if not places or each in places}
-    return sorted({*map(seen.index, last), *last.values()})
-
-
 def interrupting(moment):
     """Raise KeyboardInterrupt at one moment."""
     numbers = count()
@@ -121,7 +116,7 @@ class CallsAgain:
     def __init__(self, path, call="step", **options):
         self.path, self.call, self.options = path, call, options
         path.unlink(missing_ok=True)
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         self.model = model_that_overflows()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-9)
         self.scaler = GradScaler(init_scale=2.0)

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import sys
+from functools import cache
 from inspect import CO_GENERATOR
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from gradscaler.torch import MasterWeights
+from tests.support.interrupts import moments
 
 PLACES = ("/gradscaler/torch/weights.py", "/gradscaler/torch/_weights/")
 LR = 2.0**-9
@@ -23,7 +25,7 @@ class Training:
     """A parameter of 16 bits, or two that are joined, and one that stays float32."""
 
     def __init__(self, store, optimizer_class=torch.optim.SGD, kind="whole", **options):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed takes 2 ms
         self.store = store
         linears = [(4, 4), (4, 4)] if kind.startswith("join") else [(3, 4)]
         layers = [nn.Linear(*sizes, bias=False) for sizes in linears]
@@ -86,9 +88,7 @@ def each_event(look, call):
 
     def trace(frame, event, _):
         code = frame.f_code
-        is_traced = any(place in code.co_filename for place in PLACES)
-        is_step = "/torch/optim/" in code.co_filename and code.co_name == "step"
-        if not (is_traced or is_step) or code.co_name == "<genexpr>":
+        if not is_traced(code.co_filename, code.co_name):
             return None
         if event in ("call", "line") or (event == "return" and not code.co_flags & CO_GENERATOR):
             look((code.co_filename, frame.f_lineno, event))
@@ -103,12 +103,10 @@ def each_event(look, call):
         torch.set_grad_enabled(True)  # a decorator may leave it off
 
 
-def moments(call):
-    """Where to interrupt a call: each place's first time and its last, as numbers of events."""
-    seen = []
-    each_event(seen.append, call)
-    last = {place: number for number, place in enumerate(seen)}
-    return sorted({*map(seen.index, last), *last.values()})
+@cache
+def is_traced(filename, name):
+    is_step = "/torch/optim/" in filename and name == "step"
+    return (is_step or any(place in filename for place in PLACES)) and name != "<genexpr>"
 
 
 def interrupt(moment, call):
@@ -131,9 +129,10 @@ def interrupted(make, call):
         each.begin()
         return each
 
-    tried = moments(getattr(begun(), call))
-    assert len(tried) > 20
-    for moment in tried:
+    seen = []
+    each_event(seen.append, getattr(begun(), call))
+    assert len(seen) > 20
+    for moment in moments(seen):
         each = begun()
         interrupt(moment, getattr(each, call))
         yield each
@@ -226,13 +225,13 @@ def test_an_optimizer_that_raises_after_its_step_leaves_values_and_gradients_apa
 def test_a_state_dict_taken_at_any_line_of_a_step_has_every_entry(store, kind):
     each = Training(store, torch.optim.Adam, kind)
     each.begin()
+    loaded = Training(store, torch.optim.Adam, kind)
     counts = itertools.count()
 
     def look(_):
         next(counts)
         each.must_have_every_entry()
         taken = each.optimizer.state_dict()
-        loaded = Training(store, torch.optim.Adam, kind)
         loaded.model.load_state_dict(each.model.state_dict())
         loaded.optimizer.load_state_dict(taken)
         for value, own, first in zip(loaded.wide(), each.wide(), before, strict=True):
