@@ -23,7 +23,7 @@ from gradscaler.torch._weights.flat import Joined, Layout, is_dense, separate
 from gradscaler.torch._weights.loading import entries_in, numbers_of
 from gradscaler.torch._weights.replicas import share
 from gradscaler.torch._weights.rounding import DTYPES
-from gradscaler.torch._weights.stores import STORES
+from gradscaler.torch._weights.stores import KEYS, STORES
 from gradscaler.torch._weights.wrapped import (
     Places,
     StandIns,
@@ -442,6 +442,7 @@ class MasterWeights(torch.optim.Optimizer):
         ]
         key = layouts, list(map(id, to_split))
         if self._chunks is None or self._chunks[0] != key:
+            self._entries.lay_out(parameters, self.state)
             has_values = self._entries.store.has_values
             to_join = self._to_join(parameters, places)
             self._chunks = key, Chunks(parameters, size, to_split, to_join, not has_values)
@@ -506,11 +507,13 @@ class MasterWeights(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _join(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
-        """Join the tensors of a new state, which no other code may hold, as steps join them."""
+        """Join the tensors of a state that was just loaded or copied, as steps join them."""
         parameters = [p for p in parameters_of(self) if p.requires_grad and p in state]
+        self._entries.lay_out(parameters, state)
+        of_other_stores = {*KEYS} - {self._entries.store.key}  # the next steps convert these
         for run in self._to_join(parameters, places_in(self.param_groups)):
             layout = Layout([p.detach() for p in run])
-            Joined(layout, len(run)).join([state[p] for p in run])
+            Joined(layout, len(run)).join([state[p] for p in run], without=of_other_stores)
 
     # Casting and first state.
 

@@ -105,32 +105,34 @@ def test_they_are_joined_in_a_copy_of_the_optimizer(stepped):
     assert stepped == before * 2
 
 
+def test_they_are_joined_after_a_load_without_those_that_are_frozen(stepped):
+    training = Training()
+    training.step(0)
+    training.parameters[1].requires_grad_(False)
+    training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+    del stepped[:]
+    training.step(1, without=[1])
+    assert sorted(stepped) == [[3, 35], [48 + 16], [48 + 96]]
+
+
+def test_tensors_in_shared_memory_stay_where_a_state_is_loaded():
+    training = Training(torch.optim.Adagrad)
+    saved = training.optimizer.state_dict()
+    sums = [state["sum"].share_memory_() for state in saved["state"].values()]
+    training.optimizer.load_state_dict(saved)
+    for parameter, shared in zip(training.parameters, sums, strict=True):
+        assert training.optimizer.state[parameter]["sum"].data_ptr() == shared.data_ptr()
+
+
 def test_those_between_parameters_that_are_split_are_joined(stepped):
-    parameters = [nn.Parameter(torch.ones(16 * (1 + i % 2 * 3))) for i in range(6)]
+    parameters = [nn.Parameter(torch.ones(16 * (1 + i % 2 * 3))) for i in range(8)]
     optimizer = MasterWeights(torch.optim.AdamW, parameters, chunk_elements=48)
     for _ in range(2):
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         del stepped[:]
         optimizer.step()
-    assert sorted(stepped) == [[16]] * 3 + [[48]] * 4
-
-
-@pytest.mark.parametrize("options", [{}, {"fused": True}])
-def test_a_gradient_may_have_another_order_of_memory(options):
-    values = torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(0))
-
-    def trained(memory_format):
-        parameter = nn.Parameter(values.to(memory_format=memory_format))
-        optimizer = MasterWeights(
-            torch.optim.AdamW, [parameter], lr=0.1, fp32_gradients=True, **options
-        )
-        for _ in range(2):
-            parameter.grad = values.cos()
-            optimizer.step()
-        return optimizer.wide(parameter)
-
-    assert torch.equal(trained(torch.channels_last), trained(torch.contiguous_format))
+    assert sorted(stepped) == [[16]] * 5 + [[48]] * 5
 
 
 def test_a_pickle_holds_each_value_once():
@@ -143,9 +145,10 @@ def test_a_pickle_holds_each_value_once():
     assert max(sizes) < 40_000  # of 21 tensors whose memory is 1 kB or less each
 
 
-def test_states_take_no_more_memory_where_parameters_are_frozen_one_by_one():
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
+def test_states_take_no_more_memory_where_parameters_are_frozen_one_by_one(optimizer_class):
     weights = [nn.Parameter(torch.ones(16, 16)) for _ in range(12)]
-    optimizer = MasterWeights(torch.optim.AdamW, weights)
+    optimizer = MasterWeights(optimizer_class, weights)
     for number in (3, 7, 1, 10, 5):
         for weight in weights:
             weight.grad = torch.ones_like(weight)
@@ -195,6 +198,16 @@ def of_another_store(training):
     other = Training(store="float32" if training.store == "stochastic" else "stochastic")
     other.step(0)
     training.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
+    for number in range(1, 4):
+        training.step(number)
+
+
+def loaded_without_a_tensor(training):
+    training.step(0)
+    saved = copy.deepcopy(training.optimizer.state_dict())
+    for key in ("exp_avg", "exp_avg_sq", "step"):
+        del saved["state"][1][key]
+    training.optimizer.load_state_dict(saved)
     for number in range(1, 4):
         training.step(number)
 
@@ -272,6 +285,7 @@ EVENTS = [
     frozen_until_later,
     loaded,
     of_another_store,
+    loaded_without_a_tensor,
     moved,
     counted_otherwise,
     one_set_back,
@@ -325,6 +339,14 @@ def test_a_state_dict_that_other_code_reads_gets_no_keys_in_a_step(store):
     keys = {number: list(state) for number, state in taken.items()}
     training.step(0)
     assert {number: list(state) for number, state in taken.items()} == keys
+
+
+def test_entries_of_another_store_take_no_more_memory_than_their_values():
+    training, other = Training(store="stochastic"), Training(store="float32")
+    other.step(0)
+    training.optimizer.load_state_dict(other.optimizer.state_dict())
+    training.step(1, without=[1])
+    must_be_as_large_as_its_values(training.optimizer)
 
 
 def test_states_take_no_more_memory_than_their_values():

@@ -266,7 +266,7 @@ def chunked(parameters: list[torch.Tensor], size: int | None) -> Iterator[list[t
 
 
 def _has_order(gradient: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether a gradient has its tensor's order of memory, in which fused kernels read both."""
+    """Whether a gradient has a tensor's order of memory, in which fused kernels read both."""
     return gradient.is_sparse or gradient.stride() == tensor.stride()
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import torch
 
 from gradscaler._on_torch.processes import is_dtensor, to_local
 from gradscaler.torch._weights.chunks import Piece
+from gradscaler.torch._weights.flat import is_dense
 from gradscaler.torch._weights.stores import KEYS, Store, stream_of, wide_values
 from gradscaler.torch._weights.wrapped import Places, without_entries
 
@@ -40,6 +41,18 @@ class Entries:
         local, local_wide = to_local([parameter.detach(), wide])
         entry = self.store.entry(local, local_wide, stream_of(self._seed, index))
         self._fresh[parameter] = entry if self.store.is_random else like(parameter, entry)
+
+    def lay_out(self, parameters: Iterable[torch.Tensor], state: State) -> None:
+        """Give all tensors of the parameters' shapes the parameters' order of memory.
+
+        Fused kernels read a parameter, its gradient and its state in order. The orders differ where
+        a model was given another one, or where a state dict has the order of another model.
+        """
+        for p in parameters:
+            if p in self._fresh:
+                self._fresh[p] = _laid_out(self._fresh[p], p)
+            of_parameter = state.get(p, {})
+            of_parameter.update((key, _laid_out(v, p)) for key, v in [*of_parameter.items()])
 
     def open(self, piece: Piece, state: State, places: Places) -> list[torch.Tensor]:
         """Widen the parameters of a piece; ``places`` are theirs in the groups.
@@ -131,6 +144,21 @@ class Entries:
         fresh = self._fresh.get(parameter)  # before the state, to which entries move
         entries = state.get(parameter, {}) if fresh is None else {self.store.key: fresh}
         return {key: to_local([entries[key]])[0] for key in KEYS if key in entries}
+
+
+def _laid_out(value: Any, parameter: torch.Tensor) -> Any:
+    """A part of a parameter's state, in the parameter's order of memory if it has its shape."""
+    if (
+        not isinstance(value, torch.Tensor)
+        or is_dtensor(value)
+        or value.layout is not torch.strided
+        or value.shape != parameter.shape
+        or value.stride() == parameter.stride()
+        or is_dtensor(parameter)
+        or not is_dense(parameter)
+    ):
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ An operation on a small tensor takes longer to begin than to compute.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from copy import deepcopy
 from itertools import accumulate
 from operator import is_
@@ -93,8 +93,8 @@ class Joined:
         Args:
             states: the state of each parameter. They have the same keys.
             keys: the keys to lend.
-            entry: the last key, whose tensors may be replaced by joined copies. Other tensors are
-                never replaced, because other code may hold them.
+            entry: the last key, whose tensors may be replaced by joined copies, once. Other tensors
+                are never replaced, because other code may hold them.
 
         Returns:
             None if the parameters' counts of steps differ, or tensors are not joined.
@@ -110,7 +110,9 @@ class Joined:
                 continue
             joined = self._joined.get(key)
             if joined is None or not joined.is_of(values):
-                joined = self._join(key, states, may_move=key == entry)
+                # Memory that is joined already stays, as others may have views of it.
+                may_move = key == entry and not any(map(_is_joined, values))
+                joined = self._join(key, states, may_move=may_move)
             if joined is None:
                 return None
             if first.dim():
@@ -121,10 +123,17 @@ class Joined:
                 return None
         return lent
 
-    def join(self, states: list[State]) -> None:
-        """Replace tensors of the states by joined copies. No other code may hold them."""
-        for key in set.intersection(*map(set, states)):
-            if isinstance(states[0][key], torch.Tensor):
+    def join(self, states: list[State], without: Collection[str]) -> None:
+        """Replace the tensors of all states by joined copies.
+
+        Other processes may have tensors in shared memory, so those stay.
+
+        Args:
+            states: the state of each parameter.
+            without: keys of tensors that stay.
+        """
+        for key in set.intersection(*map(set, states)).difference(without):
+            if all(_is_own(state[key]) for state in states):
                 self._join(key, states, may_move=True)
 
     def _join(self, key: str, states: list[State], *, may_move: bool) -> _Views | None:
@@ -229,6 +238,11 @@ def _is_on_cpu(value: object) -> TypeGuard[torch.Tensor]:
         and value.is_cpu
         and not is_dtensor(value)
     )
+
+
+def _is_own(value: object) -> bool:
+    """Whether it is a tensor, of PyTorch's own class, in memory that is not shared."""
+    return type(value) is torch.Tensor and _is_on_cpu(value) and not value.is_shared()
 
 
 def _is_plain(value: object) -> bool:

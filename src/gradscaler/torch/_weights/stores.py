@@ -71,7 +71,10 @@ class Masters:
         gradient_views = piece.as_stepped(piece.gradients, piece.gradient_views)
         rounded_views = piece.as_stepped(rounded, rounded_views)
         torch._foreach_copy_(rounded_views, entries)
-        torch._foreach_copy_(narrow_views, piece.locals)
+        if piece.span is None:
+            torch._foreach_copy_(narrow_views, piece.locals)
+        else:
+            (narrow,) = piece.locals  # flat, too
         if rounded.is_cpu:  # elsewhere, the host would wait
             if _are_zero(rounded.view(torch.int16).sub_(narrow.view(torch.int16))):
                 return
@@ -82,7 +85,7 @@ class Masters:
         torch._foreach_copy_(entries, gradient_views)
 
     def close(self, piece: Piece, entries: list[torch.Tensor]) -> None:
-        if piece.lent is not None:
+        if piece.lent is not None and piece.span is None:
             piece.halves[0].copy_(entries[0])
             entries = piece.half_views[0]
         torch._foreach_copy_(piece.locals, entries)
