@@ -1,7 +1,6 @@
 """Ctrl-C, or an optimizer that raises, at any line of a step: the next call is refused or right."""
 
 import gc
-import itertools
 import math
 import pickle
 import sys
@@ -13,7 +12,7 @@ import pytest
 
 from gradscaler import CallOrderError
 from tests.support.eager import library
-from tests.support.interrupts import moments
+from tests.support.interrupts import interrupt, moments
 
 PLACES = tuple(
     f"/gradscaler/{name}/" for name in ("_eager", "_torch_like", "_on_torch", library.name)
@@ -121,18 +120,6 @@ def each_line(look, call):
         library.framework.set_grad_enabled(True)  # the framework's own step may leave it off
 
 
-def interrupt(moment, call):
-    """Raise KeyboardInterrupt at one moment of a call."""
-    lines = itertools.count()
-
-    def look(_):
-        if next(lines) == moment:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        each_line(look, call)
-
-
 def interrupted(training, call, before=None):
     """The training, interrupted at each line of a call in turn, after the call ``before``.
 
@@ -154,7 +141,7 @@ def interrupted(training, call, before=None):
     assert len(seen) > 10
     for moment in moments(seen):
         each = begun()
-        interrupt(moment, getattr(each, call))
+        interrupt(moment, getattr(each, call), each_line)
         assert not {"grad_scale", "found_inf"} & set(vars(each.optimizer))
         yield each
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gradscaler.torch import MasterWeights
-from tests.support.interrupts import moments
+from tests.support.interrupts import interrupt, moments
 
 PLACES = ("/gradscaler/torch/weights.py", "/gradscaler/torch/_weights/")
 LR = 2.0**-9
@@ -109,18 +109,6 @@ def is_traced(filename, name):
     return (is_step or any(place in filename for place in PLACES)) and name != "<genexpr>"
 
 
-def interrupt(moment, call):
-    """Raise KeyboardInterrupt at one moment of a call."""
-    events = itertools.count()
-
-    def look(_):
-        if next(events) == moment:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        each_event(look, call)
-
-
 def interrupted(make, call):
     """Trainings, each interrupted at another moment of a call."""
 
@@ -134,7 +122,7 @@ def interrupted(make, call):
     assert len(seen) > 20
     for moment in moments(seen):
         each = begun()
-        interrupt(moment, getattr(each, call))
+        interrupt(moment, getattr(each, call), each_event)
         yield each
 
 

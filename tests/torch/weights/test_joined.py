@@ -85,22 +85,18 @@ def test_those_that_fill_registers_are_joined_in_each_group(stepped):
     assert stepped[3:] == stepped[:3]
 
 
-def test_they_are_joined_after_a_state_dict_is_loaded(stepped):
-    training = Training()
-    training.step(0)
+def load_its_own_state(training):
     training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
-    must_be_as_large_as_its_values(training.optimizer)
-    before = stepped[:]
-    training.step(1)
-    assert stepped == before * 2
+    return training
 
 
-def test_they_are_joined_in_a_copy_of_the_optimizer(stepped):
+@pytest.mark.parametrize("begin_again", [load_its_own_state, copy.deepcopy])
+def test_they_are_joined_after_a_load_and_in_a_copy(begin_again, stepped):
     training = Training()
     training.step(0)
-    training = copy.deepcopy(training)
-    must_be_as_large_as_its_values(training.optimizer)
     before = stepped[:]
+    training = begin_again(training)
+    must_be_as_large_as_its_values(training.optimizer)
     training.step(1)
     assert stepped == before * 2
 
@@ -109,7 +105,7 @@ def test_they_are_joined_after_a_load_without_those_that_are_frozen(stepped):
     training = Training()
     training.step(0)
     training.parameters[1].requires_grad_(False)
-    training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+    load_its_own_state(training)
     del stepped[:]
     training.step(1, without=[1])
     assert sorted(stepped) == [[3, 35], [48 + 16], [48 + 96]]
