@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import ParamsT
 
 from gradscaler._on_torch.operations import TorchOperations
@@ -16,22 +15,33 @@ from gradscaler._on_torch.processes import is_dtensor
 from gradscaler._torch_like.operations import Fp16GradientsError, parameters_of
 from gradscaler.errors import ParameterError
 from gradscaler.policies._checks import count
-from gradscaler.torch._weights.casting import Kept, cast, kept_by, must_not_be_wide
-from gradscaler.torch._weights.chunks import Chunks, Piece, chunked
+from gradscaler.torch._weights.casting import (
+    NORMS_WITH_STATISTICS,
+    Chosen,
+    cast,
+    chosen_in,
+    must_not_be_wide,
+)
+from gradscaler.torch._weights.chunks import REGISTER, Chunks, Piece, chunked
 from gradscaler.torch._weights.entries import Entries, like
 from gradscaler.torch._weights.flat import Joined, Layout, is_dense, separate
+from gradscaler.torch._weights.lasting import StandIns
 from gradscaler.torch._weights.loading import entries_in, numbers_of
+from gradscaler.torch._weights.overlap import must_not_overlap
 from gradscaler.torch._weights.replicas import share
 from gradscaler.torch._weights.rounding import DTYPES
 from gradscaler.torch._weights.stores import KEYS, STORES
 from gradscaler.torch._weights.wrapped import (
     Places,
-    StandIns,
     Wrapped,
+    as_given,
     check,
     first_stand_ins,
     groups_of,
     in_place_of,
+    listed_in,
+    names_in,
+    of_no_parameter,
     parameters_in,
     places_in,
     without_entries,
@@ -39,7 +49,6 @@ from gradscaler.torch._weights.wrapped import (
 
 _ON_CPU = 2**19  # elements of a chunk on a CPU; with Adam's state, they fit into a cache
 _ELSEWHERE = 2**25  # elements of a chunk on other devices
-_REGISTER = 16  # float32 elements of the largest vector register of a CPU
 _HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 _OPERATIONS = TorchOperations()
 
@@ -68,31 +77,38 @@ class MasterWeights(torch.optim.Optimizer):
     Args:
         optimizer_class: the class of any PyTorch optimizer, such as ``torch.optim.AdamW``. Its step
             must not need a closure, and must read the parameters from ``param_groups`` each time.
+            A class outside PyTorch sees the same parameters in the same places in each step.
         params: a model; or parameters, named parameters or groups, as for any optimizer.
         model: the model that the parameters belong to, if ``params`` is not the model. Its
             parameters that are trained and not in ``params`` are left to other optimizers.
-        dtype: the dtype that float32 parameters and buffers of the model are cast to: float16 or
-            bfloat16. Pass the float32 model, because ``model.half()`` discards the low bits.
-            Without a model, only the parameters are cast. None casts nothing. Frozen parameters are
-            cast too, but their low bits are not kept, even if they are trained later.
+        dtype: the dtype that float32 parameters of the model are cast to: float16 or bfloat16. Pass
+            the float32 model, because ``model.half()`` discards the low bits. None casts nothing.
+            Frozen parameters are cast too, but their low bits are not kept, even if they are
+            trained later. Buffers stay float32; see ``cast_buffers``.
         store: how the float32 values are kept. "float32" keeps copies of them, 4 bytes each.
             "remainder16" keeps the bits that the 16-bit values lack, 2 bytes each. It is exact for
             bfloat16, and for float16 at magnitudes of 2**-17 or more; below that, the error is at
             most 2**-41. "stochastic" keeps nothing, and rounds up or down at random, unbiased.
-        keep_fp32: classes of modules, and names of modules, parameters and buffers that stay
-            float32. The default is batch norms: their running statistics need float32, and on every
-            device their kernels accept it with 16-bit inputs. Other norms are cast, because their
-            GPU kernels need parameters of the input's dtype. The store keeps their low bits.
+        keep_fp32: classes of modules, and names of modules and parameters that stay float32. The
+            default is batch norms and instance norms: their running statistics need float32, and on
+            every device their kernels accept it with 16-bit inputs. Other norms are cast, because
+            their GPU kernels need parameters of the input's dtype. The store keeps their low bits.
+        cast_buffers: classes of modules, and names of modules and buffers. Their float32 buffers
+            are cast to ``dtype``, unless ``keep_fp32`` has them. The default is no buffer, because
+            a buffer's low bits are lost in the cast: frequencies of rotary embeddings in bfloat16
+            give wrong angles. ``[torch.nn.Module]`` stands for all buffers.
         fp32_gradients: whether the backward pass adds up gradients in float32, so that accumulation
             over micro-batches is as precise as with float32 parameters. It takes 2 more bytes per
             parameter, and needs a PyTorch that has ``Tensor.grad_dtype``.
         seed: the seed of the random numbers of "stochastic".
         chunk_elements: the largest number of elements that are widened at once. A larger parameter
             is stepped in spans from its second step on, if the class is PyTorch's and treats each
-            element alone; a sharded parameter is not split. On a CPU, such a class steps the
+            element alone; a sharded parameter is not split. Spans of 16 or more elements have a
+            multiple of 16, so that fused kernels, which take no shorter ones, round as in the whole
+            parameter. On a CPU, such a class steps the
             parameters of a chunk and a group as one flat tensor, and their states are views of one
-            memory. The default is 2**19 on a CPU and 2**25 elsewhere. For a class outside PyTorch,
-            it is all elements, because such an optimizer may compare parameters.
+            memory. The default is 2**19 on a CPU and 2**25 elsewhere. A class outside PyTorch takes
+            none, because such an optimizer may compare parameters.
         kwargs: arguments of ``optimizer_class``: ``lr``, ``foreach``, ``fused`` and so on.
 
     Raises:
@@ -127,19 +143,20 @@ class MasterWeights(torch.optim.Optimizer):
         model: torch.nn.Module | None = None,
         dtype: torch.dtype | None = torch.float16,
         store: str = "remainder16",
-        keep_fp32: Kept = (_BatchNorm,),
+        keep_fp32: Chosen = NORMS_WITH_STATISTICS,
+        cast_buffers: Chosen = (),
         fp32_gradients: bool = False,
         seed: int = 0,
         chunk_elements: int | None = None,
         **kwargs: object,
     ) -> None:
-        check(optimizer_class, kwargs)
         if dtype is not None and dtype not in DTYPES:
             raise ParameterError(f"dtype must be one of {DTYPES} or None, got {dtype!r}")
         if store not in tuple(STORES):
             raise ParameterError(f"store must be one of {sorted(STORES)}, got {store!r}")
         if chunk_elements is not None:
             chunk_elements = count("chunk_elements", chunk_elements)
+        check(optimizer_class, kwargs, chunk_elements)
         if not isinstance(fp32_gradients, bool):
             raise ParameterError(f"fp32_gradients must be True or False, got {fp32_gradients!r}")
         if not isinstance(seed, int):
@@ -153,15 +170,19 @@ class MasterWeights(torch.optim.Optimizer):
         self._dtype, self._chunk_elements = dtype, chunk_elements
         self._fp32_gradients = fp32_gradients
         self._entries = Entries(STORES[store], seed)
-        groups = groups_of(params)
+        listed = listed_in(params)
+        groups = groups_of(listed)
         stand_ins = first_stand_ins(parameters_in(groups))
         if dtype is not None:
             must_not_be_wide(stand_ins if model is None else model.parameters())
-        wrapped = Wrapped(optimizer_class, in_place_of(groups, stand_ins), kwargs)
+        in_place = as_given(listed, in_place_of(groups, stand_ins))
+        wrapped = Wrapped(optimizer_class, in_place, kwargs, stand_ins)
+        groups, state = wrapped.first(stand_ins, names_in(groups))
         super().__init__(groups, wrapped.defaults)
-        wide = self._cast(stand_ins, model, keep_fp32)  # once nothing else can be refused
+        # Once nothing else can be refused.
+        wide = self._cast(stand_ins, model, keep_fp32, cast_buffers)
         self._wrapped = wrapped
-        self._begin(stand_ins, wide, wrapped.first_state())
+        self._begin(stand_ins, wide, state)
         share(self._entries_of)
 
     # The interface of every optimizer.
@@ -179,17 +200,23 @@ class MasterWeights(torch.optim.Optimizer):
             return
         groups = groups_of([param_group])
         stand_ins = first_stand_ins(parameters_in(groups))
-        state = self._wrapped.first_state(*in_place_of(groups, stand_ins))
-        (group,) = groups
-        checking: Any = SimpleNamespace(defaults=self.defaults, param_groups=[*self.param_groups])
-        torch.optim.Optimizer.add_param_group(checking, group)
+        self._checked({**groups[0]})
+        added, state = self._wrapped.add(
+            in_place_of(groups, stand_ins),
+            stand_ins,
+            names_in(groups),
+            self.param_groups,
+            self.state,
+        )
+        added = [self._checked(group) for group in added]
         values = {parameter: parameter.data for parameter in stand_ins}
         try:
-            wide = self._cast(stand_ins, None, ())
+            wide = self._cast(stand_ins, None, (), ())
             self._begin(stand_ins, wide, state, len(parameters_of(self)))
-            self.param_groups.append(group)  # last, so that an interrupt adds all of it or nothing
+            # Last, and in one call, so that an interrupt adds all of it or nothing.
+            self.param_groups.extend(added)
         except BaseException:
-            if all(each is not group for each in self.param_groups):
+            if all(each is not added[0] for each in self.param_groups):
                 self._undo(values)
             raise
 
@@ -222,20 +249,33 @@ class MasterWeights(torch.optim.Optimizer):
         elif scale is not None:
             inverse = _OPERATIONS.inverse(scale)[1]
             scale, factor = None, inverse if coefficient is None else coefficient * inverse
-        parameters = [p for p in parameters_of(self) if p.grad is not None]
-        if parameters:
-            places = places_in(self.param_groups)
-            chunks = self._chunks_of(parameters, places)
-            with chunks.memory():
-                for chunk in chunks.chunks:
-                    self._step_chunk(chunk, places, factor, scale, found_inf)
+        self._call("step", factor, scale, found_inf)
         return loss
+
+    @torch.no_grad()
+    def train(self) -> None:
+        """Call the wrapped optimizer's ``train``, which those of Schedule-Free have, if it has one.
+
+        It moves the float32 values, as a step does.
+        """
+        self._set_mode("train")
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Call the wrapped optimizer's ``eval``, if it has one. See :meth:`train`."""
+        self._set_mode("eval")
+
+    def _set_mode(self, method: str) -> None:
+        assert self._wrapped is not None
+        if self._wrapped.has(method):
+            self._call(method)
 
     def state_dict(self) -> dict[str, Any]:
         """The state dict, with the state of the wrapped optimizer and of the store.
 
         The store adds one key to a parameter's state: "master" for "float32", "remainder" for
-        "remainder16", and "rounding" for "stochastic".
+        "remainder16", and "rounding" for "stochastic". Save the state dict, or copy it, before the
+        next step, which changes those of its tensors that are not copies.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -337,6 +377,13 @@ class MasterWeights(torch.optim.Optimizer):
 
     # The step.
 
+    def _checked(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A group, checked and completed as ``Optimizer.add_param_group`` does, but not added."""
+        checking: Any = SimpleNamespace(defaults=self.defaults, param_groups=[*self.param_groups])
+        torch.optim.Optimizer.add_param_group(checking, group)
+        checked: dict[str, Any] = checking.param_groups[-1]
+        return checked
+
     def _packed(self) -> dict[str, Any]:
         """The state dict, as PyTorch packs it, without a parameter that is just being added."""
         groups, entries, state = self.param_groups, self._entries, self.state  # of one moment
@@ -347,25 +394,70 @@ class MasterWeights(torch.optim.Optimizer):
             for key, value in entries.saved(state).items()
             if key in places or not isinstance(key, torch.Tensor)
         }
-        return {
+        packed = {
             "state": numbered,
             "param_groups": [
                 {**group, "params": [places[p][1] for p in group["params"]]} for group in groups
             ],
         }
+        assert self._wrapped is not None
+        saved = self._wrapped.saved(groups, state)
+        if saved is None:
+            return packed
+        for key, own in saved.get("state", {}).items():  # beside the store's entries
+            before = numbered.get(key)
+            kept = {k: before[k] for k in KEYS if k in before} if isinstance(before, dict) else {}
+            numbered[key] = {**own, **kept} if kept else own
+        return {**packed, **saved, "state": numbered}
 
-    def _step_chunk(
+    def _call(
         self,
+        method: str,
+        factor: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
+        found_inf: torch.Tensor | None = None,
+    ) -> None:
+        """Call a method of the wrapped optimizer for all chunks of parameters.
+
+        Args:
+            method: the name of the method.
+            factor: the factor of the gradients, applied here; None for 1.
+            scale: the divisor of the gradients, applied by the wrapped optimizer; None for 1.
+            found_inf: the flag by which the wrapped optimizer skips; None for no skip.
+        """
+        assert self._wrapped is not None
+        if self._wrapped.is_pytorch_s:
+            parameters = [p for p in parameters_of(self) if p.grad is not None]
+            if not parameters:
+                return
+        else:
+            parameters = [p for p in parameters_of(self) if self._has_values(p)]
+        places = places_in(self.param_groups)
+        chunks = self._chunks_of(parameters, places)
+        with chunks.memory():
+            for chunk in chunks.chunks or [[]]:
+                self._call_chunk(method, chunk, places, factor, scale, found_inf)
+
+    def _has_values(self, parameter: torch.Tensor) -> bool:
+        """Whether a class of others may use a parameter's values: not if it was never trained."""
+        if parameter.requires_grad or parameter.grad is not None or parameter.dtype not in DTYPES:
+            return True
+        return bool(self.state.get(parameter) or self._entries.of(parameter, self.state))
+
+    def _call_chunk(
+        self,
+        method: str,
         chunk: list[Piece],
         places: Places,
         factor: torch.Tensor | None,
         scale: torch.Tensor | None,
         found_inf: torch.Tensor | None,
     ) -> None:
-        """Step the parameters of a chunk.
+        """Call a method of the wrapped optimizer for the pieces of a chunk.
 
         Args:
-            chunk: the pieces of the chunk.
+            method: the name of the method.
+            chunk: the pieces.
             places: the places of all parameters in their groups.
             factor: the factor of the gradients, applied here; None for 1.
             scale: the divisor of the gradients, applied by the wrapped optimizer; None for 1.
@@ -373,7 +465,7 @@ class MasterWeights(torch.optim.Optimizer):
         """
         assert self._wrapped is not None
         stand_ins: StandIns = {}
-        gradients: list[torch.Tensor] = []
+        gradients: list[torch.Tensor | None] = []
         for piece in chunk:
             piece.look_up()
             if piece.is_narrow:
@@ -382,14 +474,17 @@ class MasterWeights(torch.optim.Optimizer):
                 piece.lend([self.state.get(p, {}) for p in piece.parameters])
                 values = piece.spans([p.detach() for p in piece.parameters])
             stand_ins.update(zip(piece.stepped, values, strict=True))
-            gradients += map(like, piece.stepped, piece.widened_gradients(factor))
+            if piece.has_gradients:
+                gradients += map(like, piece.stepped, piece.widened_gradients(factor))
+            else:
+                gradients += [None for _ in values]
         narrow = [piece for piece in chunk if piece.is_narrow]
         try:
             for stand_in, gradient in zip(stand_ins.values(), gradients, strict=True):
                 stand_in.grad = gradient
-            if chunk[0].lent is None:
-                self._wrapped.step(
-                    self.param_groups, places, stand_ins, self.state, scale, found_inf
+            if not chunk or chunk[0].lent is None:
+                self._wrapped.call(
+                    method, self.param_groups, places, stand_ins, self.state, scale, found_inf
                 )
             else:
                 self._step_flat(chunk[0], places, stand_ins, scale, found_inf)
@@ -416,7 +511,9 @@ class MasterWeights(torch.optim.Optimizer):
         first = piece.parameters[0]
         stepped = {first: dict(piece.lent)}
         try:
-            self._wrapped.step(self.param_groups, places, stand_ins, stepped, scale, found_inf)
+            self._wrapped.call(
+                "step", self.param_groups, places, stand_ins, stepped, scale, found_inf
+            )
             piece.take_back(stepped[first], self.state)
         except BaseException:  # the call of take_back() may have been interrupted, too
             piece.take_back(stepped[first], self.state)
@@ -440,7 +537,8 @@ class MasterWeights(torch.optim.Optimizer):
         layouts = [
             (id(p), places[p][0], p.dtype, p.device, p.shape, p.stride()) for p in parameters
         ]
-        key = layouts, list(map(id, to_split))
+        missing = [] if self._wrapped.is_pytorch_s else [p.grad is None for p in parameters]
+        key = layouts, list(map(id, to_split)), missing
         if self._chunks is None or self._chunks[0] != key:
             self._entries.lay_out(parameters, self.state)
             has_values = self._entries.store.has_values
@@ -472,8 +570,7 @@ class MasterWeights(torch.optim.Optimizer):
     def _may_join(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter can be stepped in one flat tensor with others.
 
-        Fused kernels round an element by itself in another way than one of a full vector register.
-        So joined parameters fill registers, and each element is rounded as if it were not joined.
+        Joined parameters fill registers, so that each element is rounded as if it were not joined.
         """
         assert self._wrapped is not None
         return (
@@ -481,7 +578,7 @@ class MasterWeights(torch.optim.Optimizer):
             and parameter.dtype in DTYPES
             and parameter.is_cpu
             and type(parameter.detach()) is torch.Tensor
-            and parameter.numel() % _REGISTER == 0 < parameter.numel()
+            and parameter.numel() % REGISTER == 0 < parameter.numel()
             and is_dense(parameter)
         )
 
@@ -518,9 +615,16 @@ class MasterWeights(torch.optim.Optimizer):
     # Casting and first state.
 
     def _cast(
-        self, parameters: Iterable[torch.Tensor], model: torch.nn.Module | None, keep_fp32: Kept
+        self,
+        parameters: Iterable[torch.Tensor],
+        model: torch.nn.Module | None,
+        keep_fp32: Chosen,
+        cast_buffers: Chosen,
     ) -> dict[torch.Tensor, torch.Tensor]:
         """Cast parameters, and return the float32 values of those that require gradients."""
+        named = [] if model is None else list(model.named_parameters())
+        together = [*(p for _, p in named), *parameters_of(self), *parameters]
+        must_not_overlap(together, {id(p): name for name, p in named})
         if self._fp32_gradients:
             _must_have_grad_dtype("fp32_gradients")
             if any(map(is_dtensor, parameters)):
@@ -530,8 +634,9 @@ class MasterWeights(torch.optim.Optimizer):
                 )
         wide = {}
         if self._dtype is not None:
-            kept = kept_by(model, keep_fp32) | set(map(id, self._kept))
-            wide = cast(parameters, model, self._dtype, kept)
+            kept = chosen_in(model, "keep_fp32", keep_fp32) | set(map(id, self._kept))
+            buffers = chosen_in(model, "cast_buffers", cast_buffers)
+            wide = cast(parameters, model, self._dtype, kept, buffers)
             if model is not None:
                 self._kept = [p for p in model.parameters() if id(p) in kept]
         if self._fp32_gradients:
@@ -553,6 +658,7 @@ class MasterWeights(torch.optim.Optimizer):
         self.state.update(
             (p, state[tensor]) for p, tensor in stand_ins.items() if state.get(tensor)
         )
+        self.state.update(of_no_parameter(state))
         for i, parameter in enumerate(stand_ins, first):
             if parameter in wide:
                 self._entries.add(parameter, wide.pop(parameter), i)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim import lr_scheduler
 
 from gradscaler import ParameterError
@@ -162,15 +163,83 @@ def test_batch_norms_stay_wide_by_default_and_other_norms_do_not():
     assert model.eval()(torch.ones(1, 1, 2, 2).half()).dtype is torch.float16
 
 
-def test_keep_fp32_names_classes_modules_parameters_and_buffers():
+def test_keep_fp32_names_classes_modules_and_parameters():
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Sequential(nn.Linear(2, 2)))
-    model.register_buffer("table", torch.ones(3))
-    model.register_buffer("other", torch.ones(3))
-    kept = (nn.LayerNorm, "0.bias", "2", "table")
+    kept = (nn.LayerNorm, "0.bias", "2")
     MasterWeights(torch.optim.SGD, model, keep_fp32=kept, lr=0.1)
     wide = [name for name, tensor in model.state_dict().items() if tensor.dtype is torch.float32]
-    assert wide == ["table", "0.bias", "1.weight", "1.bias", "2.0.weight", "2.0.bias"]
-    assert model.other.dtype is torch.float16
+    assert wide == ["0.bias", "1.weight", "1.bias", "2.0.weight", "2.0.bias"]
+
+
+class Rotary(nn.Module):
+    """A layer whose angles are a position times frequencies in a buffer, as in LLaMA."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("inv_freq", 1e4 ** -(torch.arange(0, 64, 2) / 64), persistent=False)
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x, position):
+        cos = (position * self.inv_freq).cos().repeat(2).to(x.dtype)
+        return self.linear(x * cos)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_buffers_keep_their_bits_so_that_angles_of_rotary_embeddings_are_right(dtype):
+    model = Rotary()
+    MasterWeights(torch.optim.SGD, model, dtype=dtype, lr=0.1)
+    assert model.linear.weight.dtype is dtype
+    exact = 32768 * 1e4 ** -(torch.arange(0, 64, 2).double() / 64)
+    assert (32768 * model.inv_freq - exact).abs().max() < 0.02
+    assert model(torch.ones(64, dtype=dtype), 32768).dtype is dtype
+
+
+@pytest.mark.parametrize(
+    ("chosen", "narrow"),
+    [
+        ((), set()),
+        (["0", "table"], {"0.inv_freq", "table"}),
+        ([Rotary], {"0.inv_freq"}),
+        ([nn.Module], {"0.inv_freq", "table", "2.running_mean"}),
+    ],
+)
+def test_buffers_that_are_named_are_cast_unless_they_are_kept(chosen, narrow):
+    model = nn.Sequential(Rotary(), nn.BatchNorm1d(2), nn.InstanceNorm1d(2))
+    model[2].register_buffer("running_mean", torch.ones(2))
+    model.register_buffer("table", torch.ones(3))
+    kept = [nn.BatchNorm1d]
+    MasterWeights(torch.optim.SGD, model, keep_fp32=kept, cast_buffers=chosen, lr=0.1)
+    cast = {name for name, each in model.named_buffers() if each.dtype is torch.float16}
+    assert cast == narrow
+    assert model[1].num_batches_tracked.dtype is torch.int64
+
+
+LAYERS = {
+    "batch norm": (lambda: nn.BatchNorm2d(4), {}),
+    "batch norm without parameters": (lambda: nn.BatchNorm2d(4, affine=False), {}),
+    "batch norm that is cast": (
+        lambda: nn.BatchNorm2d(4),
+        {"keep_fp32": (), "cast_buffers": [nn.Module]},
+    ),
+    "instance norm": (lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True), {}),
+    "instance norm without statistics": (lambda: nn.InstanceNorm2d(4, affine=True), {}),
+    "spectral norm": (
+        lambda: parametrizations.spectral_norm(nn.Conv2d(4, 4, 1)),
+        {"cast_buffers": [parametrize.ParametrizationList]},
+    ),
+    "pruned": (lambda: prune.random_unstructured(nn.Conv2d(4, 4, 1), "weight", 0.5), {}),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_with_buffers_takes_and_gives_16_bits(layer):
+    make, options = LAYERS[layer]
+    model = nn.Sequential(nn.Conv2d(2, 4, 1), make())
+    MasterWeights(torch.optim.SGD, model, dtype=torch.bfloat16, lr=0.1, **options)
+    for is_training in (True, False):
+        outputs = model.train(is_training)(torch.randn(2, 2, 3, 3).bfloat16())
+        assert outputs.dtype is torch.bfloat16
+        outputs.sum().backward()
 
 
 def test_kept_names_that_the_model_lacks_are_refused_and_nothing_is_cast():
@@ -599,6 +668,18 @@ REFUSED = {
         {"keep_fp32": "0"},
         ParameterError,
         "keep_fp32 must be a collection of names and classes",
+    ),
+    "a name of a buffer without a list": (
+        (torch.optim.SGD, small()),
+        {"cast_buffers": "0"},
+        ParameterError,
+        "cast_buffers must be a collection of names and classes",
+    ),
+    "a buffer that the model lacks": (
+        (torch.optim.SGD, small()),
+        {"cast_buffers": ["inv_freq"]},
+        ParameterError,
+        r"cast_buffers names \['inv_freq'\], and the model has no",
     ),
     "no list of names": (
         (torch.optim.SGD, small()),

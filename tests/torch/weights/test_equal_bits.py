@@ -114,11 +114,32 @@ def test_bfloat16_remainders_lose_nothing_but_round_ties_upward(trainings):
         assert (error <= (parameter.float() - value.bfloat16().float()).abs() + error).all()
 
 
+@pytest.mark.covering(1)  # all stores are read and written in the same chunks
 @pytest.mark.parametrize("store", EXACT)
 @pytest.mark.parametrize(("elements", "steps"), [(1, 6), (100, 30), (1000, 30)])  # 1 is slow
 def test_chunks_of_any_size_give_the_same_bits(trainings, store, elements, steps):
     ours = trainings.trained({"store": store, "chunk_elements": elements}, steps=steps)
     assert_equal(ours, trainings.trained({"store": store}, steps=steps))
+
+
+@pytest.mark.parametrize("elements", [100, 17])
+def test_fused_steps_of_spans_round_as_those_of_whole_parameters(elements):
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(1000))
+    native = torch.nn.Parameter(parameter.detach().clone())
+    options = {"lr": 0.01, "weight_decay": 0.1, "fused": True}
+    optimizer = MasterWeights(
+        torch.optim.AdamW, [parameter], store="float32", chunk_elements=elements, **options
+    )
+    reference = torch.optim.AdamW([native], **options)
+    for _ in range(20):
+        parameter.grad = torch.randn(1000).half()
+        native.grad = parameter.grad.float()
+        optimizer.step()
+        reference.step()
+    assert torch.equal(optimizer.wide(parameter), native)
+    with pytest.raises(ValueError, match="fused kernels round fewer than 16"):
+        MasterWeights(torch.optim.AdamW, [parameter], chunk_elements=15, **options)
 
 
 def test_updates_that_16_bits_would_lose_add_up(trainings):

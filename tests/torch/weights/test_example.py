@@ -25,6 +25,7 @@ def rows(text):
     }
 
 
+@pytest.mark.rare("test_equal_bits.py compares the stores with float32, where they are exact")
 def test_the_example_makes_the_table_of_the_page(capsys):
     torch_half_weights.main([])
     made = rows(capsys.readouterr().out)

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 
 from gradscaler._on_torch.processes import is_dtensor, is_flattened
 from gradscaler.errors import ParameterError
 from gradscaler.torch._weights.replicas import must_not_be_replicated
 
-Kept = Collection[str | type[torch.nn.Module]]
+Chosen = Collection[str | type[torch.nn.Module]]
+"""Classes of modules, and names of modules, parameters and buffers in a model."""
+
+NORMS_WITH_STATISTICS: Chosen = (_NormBase,)
+"""Batch norms and instance norms, which share their kernels."""
 
 
 def cast(
@@ -19,15 +23,17 @@ def cast(
     model: torch.nn.Module | None,
     dtype: torch.dtype,
     kept: set[int],
+    buffers: set[int],
 ) -> dict[torch.Tensor, torch.Tensor]:
-    """Cast float32 parameters, and a model's float32 buffers, in place.
+    """Cast float32 parameters, and chosen float32 buffers of a model, in place.
 
     Args:
         parameters: the parameters to cast.
         model: the model, whose frozen parameters are cast too. Its other parameters are left to
-            the optimizer that steps them, with the buffers of modules that have no others.
+            the optimizer that steps them.
         dtype: the 16-bit dtype to cast to.
         kept: the ids of parameters and buffers that are not cast.
+        buffers: the ids of buffers that are cast, unless they are in ``kept``, too.
 
     Returns:
         The float32 values of each parameter that was cast and requires gradients. The tensors are
@@ -37,13 +43,16 @@ def cast(
         ParameterError: a parameter or the model cannot be cast.
     """
     own = [] if model is None else list(model.parameters())
-    kept = kept | _left_to_others(model, parameters)
+    stepped = set(map(id, parameters))
+    kept = kept | {id(p) for p in own if p.requires_grad and id(p) not in stepped}
     cast_parameters = {
         parameter: parameter.detach()
         for parameter in [*own, *parameters]
         if parameter.dtype is torch.float32 and id(parameter) not in kept
     }
     in_model = {id(each) for each in own}
+    if model is not None:
+        _must_hold(model, in_model, parameters)
     for parameter in cast_parameters:
         _must_be_castable(parameter, id(parameter) in in_model)
     if cast_parameters:
@@ -51,83 +60,89 @@ def cast(
     if model is not None:
         chosen = {id(each) for each in cast_parameters}
         chosen |= {id(each.grad) for each in cast_parameters if each.grad is not None}
-        chosen |= {id(each) for each in model.buffers() if id(each) not in kept}
+        chosen |= {id(each) for each in model.buffers()} & buffers - kept
 
         def to_narrow(tensor: torch.Tensor) -> torch.Tensor:
             is_chosen = id(tensor) in chosen and tensor.dtype is torch.float32
             return tensor.to(dtype) if is_chosen else tensor
 
         model._apply(to_narrow)  # as model.half() does, so that modules can react to the cast
+        if not in_model <= {id(each) for each in model.parameters()}:
+            raise ParameterError(
+                f"{type(model).__name__} has replaced its parameters in the cast, and an optimizer "
+                "steps those that it was given: cast the model yourself, and give dtype=None"
+            )
     for parameter in cast_parameters:
         if id(parameter) not in in_model:
             parameter.data = parameter.data.to(dtype)
     return {p: wide for p, wide in cast_parameters.items() if p.requires_grad}
 
 
-def kept_by(model: torch.nn.Module | None, keep_fp32: Kept) -> set[int]:
-    """The ids of the parameters and buffers that an optimizer's ``keep_fp32`` stands for.
+def chosen_in(model: torch.nn.Module | None, argument: str, given: Chosen) -> set[int]:
+    """The ids of the parameters and buffers that an argument, such as ``keep_fp32``, stands for.
 
-    It has classes of modules, and names of modules, parameters and buffers in the model. A module
-    stands for everything that it holds.
+    A module stands for everything that it holds.
 
     Raises:
-        ParameterError: it is not a collection of these, or a name is not in the model.
+        ParameterError: it is not a collection of names and classes, or a name is not in the model.
     """
-    _must_be_names_and_classes(keep_fp32)
-    names = {name for name in keep_fp32 if isinstance(name, str)}
-    types = tuple(kind for kind in keep_fp32 if not isinstance(kind, str))
+    _must_be_names_and_classes(argument, given)
     if model is None:
-        if names or set(types) - {_BatchNorm}:
+        if {*given} - {*NORMS_WITH_STATISTICS}:
             raise ParameterError(
-                f"keep_fp32 is {keep_fp32!r}, and parameters alone belong to no module: give the "
+                f"{argument} is {given!r}, and parameters alone belong to no module: give the "
                 "model, too, as in MasterWeights(torch.optim.AdamW, groups, model=model)"
             )
         return set()
-    kept: set[int] = set()
+    names = {name for name in given if isinstance(name, str)}
+    types = tuple(kind for kind in given if not isinstance(kind, str))
+    chosen: set[int] = set()
     known: set[str] = set()
     for name, module in model.named_modules():
         known.add(name)
         if name in names or isinstance(module, types):
-            kept |= {id(each) for each in (*module.parameters(), *module.buffers())}
+            chosen |= {id(each) for each in (*module.parameters(), *module.buffers())}
     named: list[tuple[str, torch.Tensor]] = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]
     known |= {name for name, _ in named}
-    kept |= {id(tensor) for name, tensor in named if name in names}
+    chosen |= {id(tensor) for name, tensor in named if name in names}
     if unknown := sorted(names - known):
         raise ParameterError(
-            f"keep_fp32 names {unknown}, and the model has no such module, parameter or buffer"
+            f"{argument} names {unknown}, and the model has no such module, parameter or buffer"
         )
-    return kept
+    return chosen
 
 
-def _must_be_names_and_classes(keep_fp32: object) -> None:
+def _must_be_names_and_classes(argument: str, given: object) -> None:
     if (
-        isinstance(keep_fp32, (str, type))
-        or not isinstance(keep_fp32, Collection)
-        or not all(isinstance(each, (str, type)) for each in keep_fp32)
+        isinstance(given, (str, type))
+        or not isinstance(given, Collection)
+        or not all(isinstance(each, (str, type)) for each in given)
     ):
         raise ParameterError(
-            "keep_fp32 must be a collection of names and classes of modules, as in "
-            f"keep_fp32=['head', torch.nn.LayerNorm], got {keep_fp32!r}"
+            f"{argument} must be a collection of names and classes of modules, as in "
+            f"{argument}=['head', torch.nn.LayerNorm], got {given!r}"
         )
 
 
-def _left_to_others(model: torch.nn.Module | None, parameters: Iterable[torch.Tensor]) -> set[int]:
-    """The ids of the parameters and buffers of a model that another optimizer may step."""
-    if model is None:
-        return set()
-    stepped = set(map(id, parameters))
-    left = {id(p) for p in model.parameters() if p.requires_grad} - stepped
-    if not left:
-        return left
-    buffers: set[int] = set()
-    for module in model.modules():
-        trained = {id(p) for p in module.parameters() if p.requires_grad}
-        if trained and trained <= left:
-            buffers.update(map(id, module.buffers()))
-    return left | buffers
+def _must_hold(
+    model: torch.nn.Module, in_model: set[int], parameters: Iterable[torch.Tensor]
+) -> None:
+    """ParameterError if the model will not hold the parameters after the cast, or does not now."""
+    if in_model and not in_model.intersection(map(id, parameters)):
+        raise ParameterError(
+            f"the model, {type(model).__name__}, holds none of the parameters that are to be "
+            "stepped: a conversion or a wrapper may have replaced them, so collect them again from "
+            "model.parameters()"
+        )
+    if torch.__future__.get_overwrite_module_params_on_conversion():
+        raise ParameterError(
+            "after torch.__future__.set_overwrite_module_params_on_conversion(True), a cast gives "
+            "the model new parameters, which no optimizer steps: set it to False before you call "
+            "MasterWeights"
+        )
 
 
 def _must_be_castable(parameter: torch.Tensor, is_in_model: bool) -> None:

@@ -19,11 +19,16 @@ from gradscaler._on_torch.processes import Part, placed, to_local
 from gradscaler.torch._weights.flat import Joined, Layout, Span, State
 from gradscaler.torch._weights.rounding import DTYPES
 
+REGISTER = 16
+"""float32 elements of the largest vector register of a CPU.
+
+Fused kernels round an element by itself in another way than one of a full register.
+"""
 _OPERATIONS = TorchOperations()
 
 
 class Piece:
-    """The parameters of one device and dtype in a chunk, or a span of a single parameter.
+    """The parameters of one kind in a chunk, or a span of a single parameter.
 
     Args:
         parameters: the parameters of the model.
@@ -32,6 +37,7 @@ class Piece:
 
     Attributes:
         dtype: the dtype of the parameters.
+        has_gradients: whether the parameters have gradients: all, or no one of them.
         is_narrow: whether ``dtype`` has 16 bits, so that the parameters are stepped in float32.
         locals: this process' parts of the parameters, or the span of the one parameter.
         lent: the optimizer's state of the flat tensor that this step steps in place of the
@@ -71,6 +77,7 @@ class Piece:
         self.parameters, self.span = parameters, span
         self.dtype, self.device = parameters[0].dtype, parameters[0].device
         self.is_narrow = self.dtype in DTYPES
+        self.has_gradients = parameters[0].grad is not None
         self.takes_float32 = self.is_narrow or self.dtype is torch.float32
         self.entries: list[torch.Tensor] = []
         self.gradient_views: list[torch.Tensor] = []
@@ -163,10 +170,11 @@ class Chunks:
     """Chunks of pieces, and their memory.
 
     Args:
-        parameters: all parameters that have a gradient.
+        parameters: all parameters to step.
         size: the largest number of elements of a chunk, unless a single parameter has more; None
             for one chunk of all parameters.
-        to_split: those parameters with more elements than ``size`` that are split.
+        to_split: those parameters with more elements than ``size`` that are split. Spans fill
+            registers, so that each element is rounded as in the whole parameter.
         to_join: lists of parameters, of one chunk each, that may be stepped as one flat tensor.
         widens_values: whether the values of narrow parameters need memory, as gradients do.
     """
@@ -187,7 +195,8 @@ class Chunks:
         self.chunks += [[Piece(run, may_join=True)] for run in to_join]
         for p in to_split:
             assert size is not None
-            ends = (*range(size, p.numel(), size), p.numel())
+            length = size - size % REGISTER or size
+            ends = (*range(length, p.numel(), length), p.numel())
             layout = Layout([p.detach()])
             spans = [Span(begin, end, layout) for begin, end in pairwise((0, *ends))]
             self.chunks += [[Piece([p], span)] for span in spans]
@@ -235,7 +244,7 @@ class Chunks:
             [piece for piece in chunk if piece.device == device and needs(piece)]
             for chunk in self.chunks
         ]
-        size = max(sum(piece.size for piece in chunk) for chunk in chunks)
+        size = max((sum(piece.size for piece in chunk) for chunk in chunks), default=0)
         memory = torch.empty(size, dtype=dtype, device=device)
         for chunk in chunks:
             begin = 0
@@ -246,8 +255,8 @@ class Chunks:
         self._storages.append((storage, storage.nbytes()))
 
 
-def _kind(parameter: torch.Tensor) -> tuple[str, str]:
-    return str(parameter.device), str(parameter.dtype)
+def _kind(parameter: torch.Tensor) -> tuple[str, str, bool]:
+    return str(parameter.device), str(parameter.dtype), parameter.grad is None
 
 
 def chunked(parameters: list[torch.Tensor], size: int | None) -> Iterator[list[torch.Tensor]]:

@@ -78,7 +78,17 @@ class Entries:
         return list(map(like, piece.stepped, piece.as_stepped(piece.wide, piece.wide_views)))
 
     def close(self, piece: Piece) -> None:
-        """Set the parameters of a piece to their stepped float32 values, rounded."""
+        """Set the parameters of a piece to their stepped float32 values, rounded.
+
+        Without gradients, they seldom have new values. A value that has not changed must keep its
+        16 bits, and draw no random numbers.
+        """
+        if not piece.has_gradients and piece.wide is not None:
+            stepped = piece.wide.clone()
+            self.store.open(piece, piece.entries)
+            if torch.equal(stepped.view(torch.int32), piece.wide.view(torch.int32)):
+                return
+            piece.wide.copy_(stepped)
         self.store.close(piece, piece.entries)
         if self._fresh:  # kept until now: if a step raises, the user may restore the old state
             for parameter in piece.parameters:
