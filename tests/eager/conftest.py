@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 
+from tests.support.chosen import cover_values
 from tests.support.eager import library
 from tests.support.eager.base import SHAPES, normal
 
@@ -35,6 +36,8 @@ if ON_DEVICE:
 
 
 def pytest_collection_modifyitems(items):
+    if library.name != "torch":  # with PyTorch, the same engine runs with each pair of values
+        cover_values(items, __file__)
     for item in items if ON_DEVICE else ():
         for name, reason in NOT_ON_DEVICE.items():
             if item.name.startswith(name):

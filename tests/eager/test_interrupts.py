@@ -1,9 +1,7 @@
 """Ctrl-C, or an optimizer that raises, at any line of a step: the next call is refused or right."""
 
-import gc
 import math
 import pickle
-import sys
 from contextlib import suppress
 from functools import cache, partial
 
@@ -11,8 +9,9 @@ import numpy as np
 import pytest
 
 from gradscaler import CallOrderError
+from tests.support.chosen import IS_ALL
 from tests.support.eager import library
-from tests.support.interrupts import interrupt, moments
+from tests.support.interrupts import interrupting, moments, watching
 
 PLACES = tuple(
     f"/gradscaler/{name}/" for name in ("_eager", "_torch_like", "_on_torch", library.name)
@@ -97,27 +96,8 @@ class OneWeight:
 
 
 @cache
-def is_ours(filename):
-    return any(place in filename for place in PLACES)
-
-
-def each_line(look, call):
-    """Call ``look`` with the place, before each line of a call."""
-
-    def in_ours(frame, event, _):
-        if event == "line":
-            look((frame.f_code.co_filename, frame.f_lineno))
-        return in_ours
-
-    before = sys.gettrace()
-    gc.disable()  # it would call what watches earlier trainings, and ignore the interrupt there
-    sys.settrace(lambda frame, *_: in_ours if is_ours(frame.f_code.co_filename) else None)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-        gc.enable()
-        library.framework.set_grad_enabled(True)  # the framework's own step may leave it off
+def is_ours(code):
+    return any(place in code.co_filename for place in PLACES)
 
 
 def interrupted(training, call, before=None):
@@ -137,11 +117,15 @@ def interrupted(training, call, before=None):
     seen = []
     for _ in range(2):  # the first time, more is made
         seen.clear()
-        each_line(seen.append, getattr(begun(), call))
+        each = begun()
+        with watching(seen.append, is_ours):
+            getattr(each, call)()
     assert len(seen) > 10
     for moment in moments(seen):
         each = begun()
-        interrupt(moment, getattr(each, call), each_line)
+        with pytest.raises(KeyboardInterrupt), interrupting(moment, is_ours):
+            getattr(each, call)()
+        library.framework.set_grad_enabled(True)  # the framework's own step may leave it off
         assert not {"grad_scale", "found_inf"} & set(vars(each.optimizer))
         yield each
 
@@ -174,7 +158,7 @@ def test_an_interrupted_iteration_repeated_is_refused_or_right(clear, training):
         assert each.takes_a_true_step(repeat)
     assert True in results
     assert clear or False in results
-    if clear:  # refused only where the optimizer had begun; TensorPlay's is itself in Python
+    if clear and IS_ALL:  # refused where the optimizer had begun; TensorPlay's is itself in Python
         assert sum(results) > (0.3 if library.name == "tensorplay" else 0.7) * len(results)
 
 
@@ -297,7 +281,7 @@ def test_an_interrupted_closure_repeated_is_refused_or_right(training):
         assert each.takes_a_true_step(each.step_with_closure)
         each.scaler.update()
         pickle.dumps(each.scaler)
-    assert sum(results) > 0.9 * len(results)
+    assert not IS_ALL or sum(results) > 0.9 * len(results)
 
 
 def accumulated_and_stepped(each):
@@ -323,7 +307,7 @@ def test_an_interrupted_loop_over_attempts_is_refused_or_right(after):
         assert each.takes_a_true_step(partial(accumulated_and_stepped, each))
         each.scaler.update()
         pickle.dumps(each.scaler)
-    assert sum(results) > 0.7 * len(results)
+    assert not IS_ALL or sum(results) > 0.7 * len(results)
 
 
 def test_an_iteration_that_ended_between_clip_and_step_is_refused_or_right(training):

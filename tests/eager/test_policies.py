@@ -1,5 +1,7 @@
 """The scale goes where the policy says, in the code for each place."""
 
+import inspect
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +13,13 @@ from gradscaler.policies._presets import Presets
 from tests.support.eager import library
 
 PRESETS = {name: getattr(DynamicScale, name)() for name in vars(Presets) if "__" not in name}
+
+
+def test_a_scaler_has_the_defaults_of_its_preset_so_that_a_policy_may_stand_beside_them():
+    own = inspect.signature(library.GradScaler).parameters
+    preset = inspect.signature(getattr(DynamicScale, library.name)).parameters
+    defaults = {name: each.default for name, each in preset.items()}
+    assert {name: own[name].default for name in defaults} == defaults
 
 
 @settings(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 WORKER = Path(__file__).parent / "data_parallel.py"
-TIME_LIMIT = 90.0  # seconds
+TIME_LIMIT = 300.0  # seconds, for several imports of MindSpore on a busy machine
 
 
 @pytest.fixture(scope="module")

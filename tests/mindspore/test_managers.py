@@ -1,6 +1,7 @@
 """The managers beside MindSpore's, and their intended differences."""
 
 import copy
+import inspect
 import pickle
 
 import mindspore
@@ -19,6 +20,18 @@ RULE = ("scale_window", "scale_factor", "increase_ratio", "decrease_ratio")
 
 def seen(manager):
     return {name: getattr(manager, name) for name in (*STATE, *RULE)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["DynamicLossScaleManager", "DynamicLossScaleUpdateCell", "DynamicLossScaler"],
+)
+def test_each_has_the_defaults_of_the_preset_so_that_a_policy_may_stand_beside_them(name):
+    own, preset = (
+        [each.default for each in inspect.signature(of).parameters.values()][:3]
+        for of in (getattr(ours, name), DynamicScale.mindspore)
+    )
+    assert own == preset
 
 
 def check_alike(one, other, overflows):

@@ -37,10 +37,12 @@ def test_an_overflow_prints_nothing_and_warns_of_nothing(minimize, parameters, o
 SCRIPT = """
 import logging
 import paddle
+from gradscaler.diagnose import Monitor
 from gradscaler.paddle import GradScaler
 
 parameter = paddle.create_parameter([1], "float32")
 scaler = GradScaler(decr_every_n_nan_or_inf=1)
+monitor = Monitor(scaler)
 scaler.scale((parameter * float("inf")).sum()).backward()
 scaler.step(paddle.optimizer.SGD(parameters=[parameter]))
 scaler.update()
@@ -49,12 +51,12 @@ logging.getLogger("another").info("a record at level INFO")
 """
 
 
-def test_an_overflow_prints_nothing_though_paddle_prints_every_record_at_level_info():
+def test_a_skip_prints_nothing_though_paddle_prints_every_record_at_level_info():
     """Importing it sets up the root logger."""
     script = [sys.executable, "-c", SCRIPT]
     result = subprocess.run(script, capture_output=True, text=True, check=True)
     assert "a record at level INFO" in result.stderr
-    assert "scale" not in result.stdout + result.stderr
+    assert "loss scale" not in result.stdout + result.stderr  # neither the scaler nor its monitor
 
 
 def test_paddle_s_own_prints(native):

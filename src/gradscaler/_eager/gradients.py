@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import starmap
 from typing import Any, NamedTuple, Protocol, SupportsFloat
+from weakref import ref
 
 from gradscaler._eager.operations import (
     Args,
@@ -18,7 +19,14 @@ from gradscaler._eager.operations import (
     Tensor,
 )
 from gradscaler._eager.processes import Deciders, Parts
-from gradscaler._eager.stages import REFUSALS, STAGE_AFTER, Stage, Validity, validity_after
+from gradscaler._eager.stages import (
+    MIXED_GRADIENTS,
+    REFUSALS,
+    STAGE_AFTER,
+    Stage,
+    Validity,
+    validity_after,
+)
 from gradscaler.errors import CallOrderError
 from gradscaler.outcome import Reason, StepOutcome
 from gradscaler.policies import State
@@ -89,6 +97,8 @@ class Gradients:
         is_attempted: whether a loop over ``attempts`` made them.
         is_exhausted: whether they overflowed in each of the latest ``attempts``.
         is_counted: whether an ``update`` has counted their found_inf.
+        is_mixed: whether a backward pass of a scaled loss has added to them since they were
+            unscaled or measured.
         is_untouched: whether a few parameters are as they were when the gradients were clipped;
             None if that is not watched.
         result: None before ``optimizer.step`` is called, an empty list until it returns, then a
@@ -107,11 +117,12 @@ class Gradients:
     is_attempted: bool = False
     is_exhausted: bool = False
     is_counted: bool = False
+    is_mixed: bool = False
     is_untouched: Callable[[], bool] | None = None
     result: list[object] | None = None
     _validity: Validity = Validity.LASTING
     _inverse: Tensor | None = None  # 1/scale, if they are MEASURED
-    _stale: list[Tensor] | None = None  # the tensors at the time that they became UNKNOWN
+    _stale: list[Tensor] | None = None  # the tensors when they became UNKNOWN, or were refused
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
@@ -125,6 +136,12 @@ class Gradients:
             refusal = REFUSALS.get((self._validity, call))
         if refusal is not None:
             raise CallOrderError(refusal)
+
+    def must_not_be_mixed(self) -> None:
+        """Raise CallOrderError if scaled gradients were added to unscaled ones."""
+        if self.is_mixed:
+            self._stale = self._operations.current_gradients(self.optimizer)
+            raise CallOrderError(MIXED_GRADIENTS)
 
     @property
     def is_scaled(self) -> bool:
@@ -161,9 +178,11 @@ class Gradients:
 
     @property
     def are_replaced(self) -> bool:
-        """Whether new gradients have replaced all those that became UNKNOWN."""
+        """Whether new gradients have replaced all those that became UNKNOWN, or were refused."""
+        if self._stale is None:
+            return False
         current = self._operations.current_gradients(self.optimizer)
-        return self._operations.are_new(current, self._stale or [])
+        return self._operations.are_new(current, self._stale)
 
     @property
     def framework_stage(self) -> str:
@@ -175,6 +194,11 @@ class Gradients:
     @framework_stage.setter
     def framework_stage(self, name: str) -> None:
         self.stage = _FRAMEWORK_STAGES[name]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether they were unscaled or measured, and await their step."""
+        return self.stage in _IS_KNOWN
 
     # Operations on them.
 
@@ -376,6 +400,15 @@ class Gradients:
             return
         self.overflowed = None
         self._validity = validity_after(self._validity, "raised")
+
+    def watch(self, scaled: Tensor) -> None:
+        """Note it if a backward pass of a scaled loss adds to these gradients from now on."""
+        # Weakly: a loss that the user keeps must not keep an optimizer alive.
+        self._operations.watch_backward(scaled, ref(self))
+
+    def note_mixed(self) -> None:
+        """Note that a backward pass of a scaled loss has added to these gradients."""
+        self.is_mixed = self.is_mixed or self.is_known
 
     def note_others(self) -> None:
         """Note that a closure has made new gradients in place of these."""

@@ -24,11 +24,14 @@ class Iteration(defaultdict[int, Any]):
     Attributes:
         next_state: the state that ``update`` has decided to move to, else None.
         loss: the latest loss, of this iteration or an earlier one; None if there was none.
+        scaled: a weak reference to each scaled loss of this iteration that was alive when the
+            latest one was scaled.
         left_out: the ids of the optimizers whose step the iteration before left out after clipping.
     """
 
     next_state: State | None = None
     loss: Loss | None = None
+    scaled: tuple[Callable[[], Tensor | None], ...] = ()
     left_out: frozenset[int] = frozenset()
     _owners: dict[int, tuple[Optimizer, Optimizer]] | None = None  # with wrappers, by their ids
 
@@ -66,7 +69,7 @@ class Iteration(defaultdict[int, Any]):
         if found is None and self.loss is not None:
             found = self.loss.waiting.get(id(owner))
         # After an interrupt a user clears the gradients; all-new ones may be used without update().
-        if found is None or (found.stage is Stage.UNKNOWN and found.are_replaced):
+        if found is None or found.are_replaced:
             if not hasattr(owner, "step"):
                 raise TypeError(
                     "a scaler takes the optimizer that owns the gradients, as in "
@@ -94,6 +97,20 @@ class Iteration(defaultdict[int, Any]):
     def record(self, gradients: Gradients) -> None:
         """Put these gradients into the dict, until the iteration ends."""
         self[id(gradients.optimizer)] = gradients
+
+    def add_loss(self, scaled: Tensor) -> None:
+        """Add a scaled loss, whose backward pass must not add to gradients that are unscaled."""
+        for gradients in self.all_gradients() if self else ():
+            if gradients.is_known:
+                gradients.watch(scaled)
+        self.scaled = (*(each for each in self.scaled if each() is not None), ref(scaled))
+
+    def watch_losses(self, gradients: Gradients) -> None:
+        """Watch the losses whose backward pass may still come, once gradients are unscaled."""
+        for alive in self.scaled:
+            scaled = alive()
+            if scaled is not None:
+                gradients.watch(scaled)
 
     def drop(self, gradients: Gradients) -> None:
         """Remove these gradients from the dict."""

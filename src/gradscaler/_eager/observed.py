@@ -43,6 +43,10 @@ class ObservedScaler(Generic[TensorT, OptimizerT]):
         found: list[tuple[OptimizerT, StepOutcome]] = self._scaler._outcomes.all()
         return found
 
+    def is_mixed(self, optimizer: OptimizerT) -> bool:
+        """Whether a scaled loss has added to the optimizer's unscaled gradients."""
+        return bool(self._scaler._iteration.find_or_make(optimizer).is_mixed)
+
     def total_norm(self, optimizer: OptimizerT) -> float:
         """The 2-norm of an optimizer's gradients as they are; waits for the device."""
         return float(self._scaler._operations.total_norm(optimizer, 2.0))

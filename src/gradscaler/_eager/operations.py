@@ -38,6 +38,15 @@ class GradientsRefusedError(Exception):
     """
 
 
+class Watched(Protocol):
+    """An optimizer's gradients, whose backward passes are watched."""
+
+    optimizer: Optimizer
+
+    def note_mixed(self) -> None:
+        """A backward pass has added to them."""
+
+
 class Operations(Protocol):
     """The tensor operations that the engine is written in."""
 
@@ -148,6 +157,16 @@ class Operations(Protocol):
 
     def watch(self, optimizer: Optimizer, /) -> Callable[[], bool]:
         """A callable that returns whether parameters and gradients are still unchanged."""
+
+    def can_watch(self, scaled: Tensor, /) -> bool:
+        """Whether ``watch_backward`` takes this tensor, which must have a graph."""
+
+    def watch_backward(self, scaled: Tensor, watched: Callable[[], Watched | None], /) -> None:
+        """Call ``note_mixed`` if a backward pass of ``scaled`` adds to an optimizer's gradients.
+
+        Passes of other losses, passes that add to other parameters, and changes that the user makes
+        between passes do not count. ``watched`` returns None once nobody needs to know.
+        """
 
     def watch_steps(self, optimizer: Optimizer, closely: bool, /) -> Callable[[], bool]:
         """A callable that returns whether the optimizer seems not to have stepped since.

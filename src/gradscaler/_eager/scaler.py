@@ -102,6 +102,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             retry_state.losses.append((scaled, outputs))
         if retry_state.losses is None or retry_state.in_loop:  # a closure's loss is one optimizer's
             self._iteration.loss = Loss()
+            if self._operations.can_watch(scaled):
+                self._iteration.add_loss(scaled)
         return scaled
 
     def unscale_(self, optimizer: OptimizerT) -> None:
@@ -122,10 +124,12 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         gradients = self._iteration.find_or_make(optimizer)
         gradient_scale = self._gradient_scale(gradients, "unscale_")
         gradients.must_allow("unscale_")
+        self._check_mixed(gradients)
         if not gradients.is_scaled:  # clip_grad_norm_() has unscaled them
             gradients.move("unscaled")
             return
         self._divide(optimizer, gradients, gradient_scale)
+        self._iteration.watch_losses(gradients)
 
     def step(
         self, optimizer: OptimizerT, *args: Any, max_retries: int | None = None, **kwargs: Any
@@ -387,6 +391,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     _processes: Processes = ALONE
 
     _iteration: Iteration
+    _allows_mixed: bool = False  # as the frameworks' own scalers do
     _shown: Tensor | None = None  # the scale that users' code sees, if it is not the one in use
 
     @abstractmethod
@@ -417,6 +422,11 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """Place the state without a call of ``scale``, if another process may have made it."""
 
     # Parts that public calls share.
+
+    def _check_mixed(self, gradients: Gradients) -> None:
+        """Refuse gradients of which a part is scaled, unless the scaler stands in for another."""
+        if not self._allows_mixed:
+            gradients.must_not_be_mixed()
 
     def _state_in_force(self, call: str) -> State:
         """The scaler's state; CallOrderError, naming ``call``, if no loss was scaled yet."""
@@ -457,6 +467,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             self._retry_state.must_not_run("step")
         gradients = self._iteration.find_or_make(optimizer)
         gradients.must_allow("step")
+        if gradients.is_mixed:  # read in place: a plain step makes no call for it
+            self._check_mixed(gradients)
         gradient_scale = self._gradient_scale(gradients, "step")
         for observer in self._observers:
             observer.stepping(optimizer, gradient_scale.scale if gradients.is_scaled else None)
@@ -573,6 +585,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         gradients = self._iteration.find_or_make(optimizer)
         gradient_scale = self._gradient_scale(gradients, "clip_grad_norm_")
         gradients.must_allow("clip_grad_norm_")
+        self._check_mixed(gradients)
         parts = self._processes.parts_of(optimizer, shards)
         deciders = self._processes.deciders_of(gradients.optimizer)
         if gradients.clip_coefficient is not None:  # from an earlier call
@@ -597,6 +610,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             gradients.must_be_finite(norm, norm_type, deciders)
         gradients.clip(max_norm, norm)
         self._iteration.record(gradients)
+        self._iteration.watch_losses(gradients)
         self._watch_for_steps(gradients)
         return norm
 

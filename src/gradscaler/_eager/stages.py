@@ -53,6 +53,14 @@ _CLIPPED_BEFORE_LOSS = (
     "scaler.update(), and repeat the iteration"
 )
 
+MIXED_GRADIENTS = (
+    "the backward pass of a scaled loss came after unscale_() or clip_grad_norm_() of this "
+    "optimizer, and added gradients that are multiplied by the loss scale to its unscaled ones: "
+    "call unscale_() and clip_grad_norm_() after the last backward pass that reaches the "
+    "optimizer's parameters, or step(optimizer) before another optimizer's loss. To go on now, "
+    "clear the gradients, call scaler.update(), and repeat the iteration"
+)
+
 _BEFORE_ATTEMPTS = (
     "attempts() is being called after unscale_() or clip_grad_norm_(): call those after the last "
     "backward pass, and step(optimizer) and update() before the next iteration"

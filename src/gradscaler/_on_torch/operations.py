@@ -105,6 +105,10 @@ class TorchOperations(TorchLikeOperations):
         """
         return super().may_omit_flag(optimizer) and not is_compiling()
 
+    def can_watch(self, scaled: torch.Tensor) -> bool:
+        """Whether a hook on this tensor sees its backward pass; not if ``scale`` is traced."""
+        return not torch.compiler.is_compiling() and super().can_watch(scaled)
+
     def current_gradients(self, optimizer: Optimizer) -> list[torch.Tensor]:
         """The dense tensors that hold the gradients now; of a DTensor, this process's part."""
         return to_local(super().current_gradients(optimizer))

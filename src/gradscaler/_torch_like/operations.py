@@ -13,7 +13,14 @@ from typing import Any, SupportsFloat, TypeGuard
 
 import numpy as np
 
-from gradscaler._eager.operations import Device, FoundInf, GradientsRefusedError, Optimizer, Tensor
+from gradscaler._eager.operations import (
+    Device,
+    FoundInf,
+    GradientsRefusedError,
+    Optimizer,
+    Tensor,
+    Watched,
+)
 from gradscaler._torch_like.float64 import has_float64
 from gradscaler._torch_like.norm import norm_on_cpu
 from gradscaler.errors import CallOrderError
@@ -497,6 +504,51 @@ class TorchLikeOperations:
         before = seen()
         return lambda: seen() == before
 
+    def can_watch(self, scaled: Tensor) -> bool:
+        return bool(scaled.requires_grad)
+
+    def watch_backward(self, scaled: Tensor, watched: Callable[[], Watched | None]) -> None:
+        at_end = self.framework.autograd.Variable._execution_engine.queue_callback
+
+        def begin(_: Tensor) -> None:
+            gradients = watched()
+            if gradients is None:
+                return
+            are_untouched = self._watch_gradients(gradients.optimizer)
+
+            def end() -> None:
+                if not are_untouched():
+                    gradients.note_mixed()
+
+            # After the callbacks that others queue in this pass: FSDP's write gradients.
+            at_end(lambda: at_end(end))
+
+        scaled.register_hook(begin)
+
+    def _watch_gradients(self, optimizer: Optimizer) -> Callable[[], bool]:
+        """A callable that returns whether a backward pass has added to none of the gradients.
+
+        It waits for no device, except for gradients in a buffer that another gradient has changed.
+        """
+        # A view shares its count of changes with its buffer, as flat_gradients and DDP keep them.
+        before = [
+            (grad, grad._version, grad.detach().clone() if _is_view(grad) else None)
+            for grad in self.current_gradients(optimizer)
+        ]
+
+        def is_untouched(now: Tensor, grad: Tensor, version: int, copy: Tensor | None) -> bool:
+            if now.data_ptr() != grad.data_ptr():
+                return False
+            return now._version == version or (copy is not None and _are_same(copy, now.detach()))
+
+        def are_untouched() -> bool:
+            now = self.current_gradients(optimizer)
+            return len(now) == len(before) and all(
+                is_untouched(each, *noted) for each, noted in zip(now, before, strict=True)
+            )
+
+        return are_untouched
+
     def watch_steps(self, optimizer: Optimizer, closely: bool) -> Callable[[], bool]:
         # By value, because a fused step raises no tensor's version.
         parameters = parameters_of(optimizer)
@@ -534,6 +586,11 @@ class TorchLikeOperations:
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """The optimizer's parameters, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _is_view(tensor: Tensor) -> bool:
+    """Whether a tensor is a view of another; TensorPlay does not say, and keeps no gradient so."""
+    return getattr(tensor, "_base", None) is not None
 
 
 def _first_part(value: Tensor) -> Tensor:

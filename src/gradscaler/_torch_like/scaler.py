@@ -31,7 +31,7 @@ from gradscaler.policies import (
     counts_nonfinite_steps,
     is_fixed,
 )
-from gradscaler.policies._spelling import check_alone, check_policy, replaced
+from gradscaler.policies._spelling import check_alone, check_policy, defaults_of, replaced
 
 # Cached, because checking its arguments takes most of the time of constructing a scaler.
 _dynamic_scale = lru_cache(typed=True)(DynamicScale)
@@ -66,7 +66,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         else:
             check_alone(
                 policy,
-                (2.0**16, 2.0, 0.5, 2000),
+                defaults_of(DynamicScale.torch),
                 init_scale=init_scale,
                 growth_factor=growth_factor,
                 backoff_factor=backoff_factor,

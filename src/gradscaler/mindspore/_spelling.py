@@ -9,7 +9,14 @@ from mindspore import Tensor
 
 from gradscaler.errors import ParameterError
 from gradscaler.policies import DynamicScale, Policy, _checks
-from gradscaler.policies._spelling import changed, check_alone, check_policy, replaced, spelled
+from gradscaler.policies._spelling import (
+    changed,
+    check_alone,
+    check_policy,
+    defaults_of,
+    replaced,
+    spelled,
+)
 
 
 def dynamic_policy(
@@ -26,7 +33,7 @@ def dynamic_policy(
     parameters = {name: loss_scale, "scale_factor": scale_factor, "scale_window": scale_window}
     if policy is None:
         return spelled(DynamicScale.mindspore, {name: "init_loss_scale"}, **parameters)
-    check_alone(policy, (2**24, 2, 2000), **parameters)
+    check_alone(policy, defaults_of(DynamicScale.mindspore), **parameters)
     fixed = "FixedLossScaleManager, FixedLossScaleUpdateCell or StaticLossScaler"
     check_policy(policy, fixed=fixed)
     return policy

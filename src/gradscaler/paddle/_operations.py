@@ -20,7 +20,14 @@ import numpy as np
 import paddle
 from paddle.base import core
 
-from gradscaler._eager.operations import Device, FoundInf, GradientsRefusedError, Optimizer, Tensor
+from gradscaler._eager.operations import (
+    Device,
+    FoundInf,
+    GradientsRefusedError,
+    Optimizer,
+    Tensor,
+    Watched,
+)
 from gradscaler.paddle._small_tensors import batches_of_small, small_by_shape
 from gradscaler.policies import Policy, State
 
@@ -374,6 +381,30 @@ def watch(optimizer: Optimizer) -> Callable[[], bool]:
         )
 
     return is_untouched
+
+
+def can_watch(scaled: Tensor) -> bool:
+    return not scaled.stop_gradient
+
+
+def watch_backward(scaled: Tensor, watched: Callable[[], Watched | None]) -> None:
+    # Paddle does not count the changes that a backward pass makes, so each parameter has a hook
+    # while the pass runs.
+    def begin(_: Tensor) -> None:
+        gradients = watched()
+        if gradients is None:
+            return
+        note = gradients.note_mixed
+        trained = [p for p in parameters_of(gradients.optimizer) if not p.stop_gradient]
+        hooks = [(p, p._register_grad_hook(lambda _: note())) for p in trained]
+
+        def end() -> None:
+            for parameter, number in hooks:
+                parameter._remove_grad_hook(number)
+
+        _eager._add_backward_final_hook(end)
+
+    scaled.register_hook(begin)
 
 
 def watch_steps(optimizer: Optimizer, closely: bool) -> Callable[[], bool]:

@@ -42,7 +42,7 @@ from gradscaler.paddle._static import run_dynamically, static_graph_error
 from gradscaler.paddle._stepping import ByMinimize, ByStep, OwnUnscaler
 from gradscaler.policies import DynamicScale, Policy, State, _checks, first_scale, is_fixed
 from gradscaler.policies._presets import PADDLE
-from gradscaler.policies._spelling import changed, check_alone, check_policy, spelled
+from gradscaler.policies._spelling import changed, check_alone, check_policy, defaults_of, spelled
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             policy = spelled(DynamicScale, PADDLE, **parameters)
         else:
             parameters["use_dynamic_loss_scaling"] = use_dynamic_loss_scaling
-            check_alone(policy, (2.0**15, 2.0, 0.5, 1000, 2, True), **parameters)
+            check_alone(policy, (*defaults_of(DynamicScale.paddle), True), **parameters)
             check_policy(policy)
         if group is not None:
             check_group("group", group)
@@ -253,7 +253,8 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         gradients = self._iteration.find_or_make(optimizer)
         gradients.must_allow("unscale_")  # a wrapper's _unscale may not check the order of calls
         if self._unscale_is_replaced() and gradients.is_scaled:
-            self._unscale_by_replacement(optimizer, gradients)
+            gradients = self._unscale_by_replacement(optimizer, gradients)
+            self._iteration.watch_losses(gradients)
         else:
             super().unscale_(optimizer)
 
@@ -530,8 +531,10 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     def _stepping_of(self, optimizer: PaddleOptimizer) -> ByStep:
         return ByStep(self)
 
-    def _unscale_by_replacement(self, optimizer: PaddleOptimizer, gradients: Gradients) -> None:
-        """Call the method that replaces ``_unscale``, and record its found_inf."""
+    def _unscale_by_replacement(
+        self, optimizer: PaddleOptimizer, gradients: Gradients
+    ) -> Gradients:
+        """Call the method that replaces ``_unscale``; return the gradients with its found_inf."""
         gradient_scale = self._gradient_scale(gradients, "unscale_")
         if self._retry_state.losses is None:
             for observer in self._observers:
@@ -550,6 +553,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             self._iteration.record(gradients)
         if gradients.is_scaled:
             gradients.move("unscaled")
+        return gradients
 
     # Where Paddle's rules differ from the engine's.
 

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import signature
 from types import UnionType
 from typing import TypeVar
 
@@ -60,6 +61,16 @@ def replaced(policy: T, /, **changes: object) -> T:
             )
     changed: T = dataclasses.replace(policy, **changes)  # type: ignore[type-var] # has the fields
     return changed
+
+
+def defaults_of(preset: Callable[..., object]) -> tuple[object, ...]:
+    """The defaults of a preset's parameters, which are an adapter's too.
+
+    >>> from gradscaler import DynamicScale
+    >>> defaults_of(DynamicScale.torch)
+    (65536.0, 2.0, 0.5, 2000)
+    """
+    return tuple(each.default for each in signature(preset).parameters.values())
 
 
 def check_alone(policy: object, defaults: tuple[object, ...], /, **parameters: object) -> None:

@@ -68,13 +68,17 @@ class _Replacement:
 
     def __init__(self, base: Any, ours: dict[type, type]) -> None:
         self.base, self.ours = base, ours
+        self.raises_as_theirs = False
 
         # This becomes the `__new__` of their classes, so it runs under whatever name a package has
         # imported them. Python then calls `__init__` of the class of the returned object. Other
         # subclasses still get their own objects, because they rely on the code of their base.
         @wraps(base.__init__)  # packages read its signature
         def make_ours(cls: type, *args: object, **kwargs: object) -> object:
-            return object.__new__(ours.get(cls, cls))
+            made: Any = object.__new__(ours.get(cls, cls))
+            if self.raises_as_theirs and cls in ours:
+                made._allows_mixed = True
+            return made
 
         # uninstall() sets this `__new__` instead of deleting ours, because a class whose `__new__`
         # was deleted takes no arguments (python/cpython#105888).
@@ -113,6 +117,11 @@ _OF_TORCH = _Replacement(
         torch.amp.GradScaler: GradScaler,  # last, because a missing class above has this key too
     },
 )
+
+
+def raise_as_theirs() -> None:
+    """Let scalers that are made in place of PyTorch's raise no error that PyTorch's do not."""
+    _OF_TORCH.raises_as_theirs = True
 
 
 def replace_sharded() -> None:
