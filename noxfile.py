@@ -37,7 +37,8 @@ ENVIRONMENTS = {
     "mindspore": ["mindspore"],
 }
 ENVIRONMENT_OF = {name: where for where, names in ENVIRONMENTS.items() for name in names}
-BACKENDS = {"keras": ["tensorflow", "jax", "torch"]}  # a process has one of them
+# The runs of a framework's tests, if there are several: a process of Keras has one backend.
+RUNS = {"keras": ["tensorflow", "jax", "torch"], "torch": ["core", "diagnosis", "adapter"]}
 LOWEST_PYTHON = os.environ.get("LOWEST_PYTHON", "3.10")
 
 # Packages that are installed without their dependencies.
@@ -47,6 +48,16 @@ ALONE = {
     "torch": ["deepspeed==0.19.8"],  # the tests need one of its modules, which needs only torch
     "integrations": ["fastai==2.8.12", "mmengine==0.10.7"],  # requirements/integrations.txt
 }
+
+# Files of packages that no test on a CPU reads, 2.1 GB in all.
+UNUSED = [
+    "clang",  # beside TensorFlow, for its converter of models
+    "mindspore/include",
+    "mindspore/lib/plugin/ascend*",
+    "mindspore/lib/plugin/gpu*",
+    "tensorflow/include",
+    "torch/test",
+]
 
 SOURCES = Path("src/gradscaler")
 CORE = [
@@ -76,6 +87,10 @@ def install(session: nox.Session, name: str) -> None:
     session.install("--quiet", "--no-compile", "-r", str(requirements), *constraint)
     if name in ALONE:
         session.install("--quiet", "--no-deps", *ALONE[name])
+    for packages in Path(session.env_dir).glob("lib/python*/site-packages"):
+        for each in UNUSED:
+            for path in packages.glob(each):
+                shutil.rmtree(path)
     made.write_text(digest)
 
 
@@ -105,25 +120,27 @@ def run(session: nox.Session, environment: str, *command: str, **options: Any) -
 
 # Tests run in as many processes as there are cores. A second thread in each took twice the time.
 # Each begins with a part of the files, so that a slow fixture of a file is made in one process.
-IN_PARALLEL = ["-n", "auto", "--dist", "worksteal"]
+# In `make test`, tasks run side by side, each in one process: it finds and imports its tests once.
+WORKERS = os.environ.get("GRADSCALER_WORKERS", "auto")
+IN_PARALLEL = [] if WORKERS == "0" else ["-n", WORKERS, "--dist", "worksteal"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
-def compiling_once(framework: str) -> dict[str, str]:
-    """Variables by which a run's processes share what JAX compiles, in a folder that is emptied."""
-    folder = Path(f".venv/compiled-{framework}").absolute()
+def variables_of(framework: str, part: str) -> dict[str, str]:
+    """The environment variables of a run.
+
+    Its processes share what JAX compiles, in a folder that is empty when the run begins.
+    """
+    folder = Path(f".venv/compiled-{framework}{part}").absolute()
     shutil.rmtree(folder, ignore_errors=True)
     return {
+        "GRADSCALER_FRAMEWORK": framework,
         "JAX_COMPILATION_CACHE_DIR": str(folder),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        **({"KERAS_BACKEND": part} if framework == "keras" else {}),
+        **ONE_THREAD,
     }
-
-
-def runs_of(framework: str) -> list[dict[str, str]]:
-    """The environment variables of each run of a framework's tests."""
-    named = {"GRADSCALER_FRAMEWORK": framework, **compiling_once(framework), **ONE_THREAD}
-    return [named | {"KERAS_BACKEND": each} for each in BACKENDS.get(framework, ())] or [named]
 
 
 @task("demo", "torch")
@@ -144,45 +161,85 @@ def lint(session: nox.Session) -> None:
 def sources_of(framework: str) -> list[str]:
     """The folders of a framework's adapter, and of code that it shares with other adapters."""
     shared = [f"{SOURCES}/_{framework}_like", f"{SOURCES}/_on_{framework}"]
-    sources = [*matching(*shared), f"{SOURCES}/{framework}"]
-    return [*sources, *TOOLS] if framework == "torch" else sources
+    return [*matching(*shared), f"{SOURCES}/{framework}"]
 
 
-def tests_of(framework: str) -> list[str]:
-    """The paths that are tested with a framework. The core's tests run with PyTorch's."""
-    if framework == "torch":
-        tests = [*CORE, *matching("tests/*.py"), "tests/policies", "tests/checkpoint"]
-        tests.append("tests/diagnose")
-    else:
-        tests = EVERYWHERE
-    if framework in ("keras", "tf_keras"):
-        tests = [*tests, "tests/keras_like"]
-    if Path(f"tests/support/eager/on_{framework}.py").exists():
-        tests = [*tests, "tests/eager"]
+def tests_of(framework: str, part: str) -> list[str]:
+    """The paths of a run of a framework's tests; PyTorch's have the core and the tools."""
+    if part == "core":
+        return [*CORE, *matching("tests/*.py"), "tests/policies", "tests/checkpoint", "tests/eager"]
+    if part == "diagnosis":
+        return [*TOOLS, "tests/diagnose"]
     shared = ["tests/examples", "tests/conformance", "tests/documents"]
-    return [*tests, *sources_of(framework), f"tests/{framework}", *shared]
+    tests = [*sources_of(framework), f"tests/{framework}", *shared]
+    if part == "adapter":
+        return tests
+    if framework in ("keras", "tf_keras"):
+        tests.append("tests/keras_like")
+    if Path(f"tests/support/eager/on_{framework}.py").exists():
+        tests.append("tests/eager")
+    return [*EVERYWHERE, *tests]
 
 
-def test_session(framework: str, environment: str) -> None:
-    """Define the session that tests with one framework."""
+def check_types(session: nox.Session, framework: str) -> None:
+    """Check the types of a framework's adapter, examples and benchmarks."""
+    scripts = matching(f"examples/{framework}_*.py", f"benchmarks/{framework}_*.py")
+    tools = TOOLS if framework == "torch" else []
+    run(session, ENVIRONMENT_OF[framework], "-m", "mypy", *sources_of(framework), *tools, *scripts)
+
+
+def run_tests(session: nox.Session, framework: str, part: str, **switches: str) -> None:
+    """Run doctests and tests with one framework; warnings are errors."""
+    options = session.posargs or [*IN_PARALLEL, *tests_of(framework, part)]
+    variables = variables_of(framework, part) | switches
+    run(session, ENVIRONMENT_OF[framework], "-m", "pytest", *options, env=variables)
+
+
+def test_sessions(framework: str, environment: str) -> list[str]:
+    """Define the session that tests with one framework, and those of its parts if it has several.
+
+    Returns:
+        the names of those that together do what the first does.
+    """
+    runs = RUNS.get(framework, [""])
 
     @task(f"test-{framework}", environment)
     def test(session: nox.Session) -> None:
         """Check types, and run doctests and tests with one framework; warnings are errors."""
-        scripts = matching(f"examples/{framework}_*.py", f"benchmarks/{framework}_*.py")
-        run(session, environment, "-m", "mypy", *CORE, *sources_of(framework), *scripts)
-        options = session.posargs or [*IN_PARALLEL, *tests_of(framework)]
-        for variables in runs_of(framework):
-            run(session, environment, "-m", "pytest", *options, env=variables)
-        # Another device than the CPU is compiled for these tests, and cannot be unloaded again.
-        if framework == "torch" and not session.posargs and shutil.which("g++"):
-            run(session, environment, "-m", "pytest", "tests/device")
-            on_device = {"GRADSCALER_DEVICE": "accel", **ONE_THREAD}
-            run(session, environment, "-m", "pytest", *IN_PARALLEL, "tests/eager", env=on_device)
+        check_types(session, framework)
+        for part in runs[:1] if session.posargs and framework == "torch" else runs:
+            run_tests(session, framework, part)
+
+    if len(runs) == 1:
+        return [f"test-{framework}"]
+
+    @task(f"types-{framework}", environment)
+    def types(session: nox.Session) -> None:
+        """Check the types of what one framework needs."""
+        check_types(session, framework)
+
+    def define(part: str) -> str:
+        @task(name := f"test-{framework}-{part}", environment)
+        def test_part(session: nox.Session) -> None:
+            """Run a part of a framework's doctests and tests."""
+            run_tests(session, framework, part)
+
+        return name
+
+    return [*map(define, runs), f"types-{framework}"]
 
 
-for framework, environment in ENVIRONMENT_OF.items():
-    test_session(framework, environment)
+TESTS = {name: test_sessions(name, environment) for name, environment in ENVIRONMENT_OF.items()}
+
+
+@task("test-device", "torch")
+def test_device(session: nox.Session) -> None:
+    """Test PyTorch's scaler on a device that is not the CPU; g++ compiles it."""
+    # Processes of their own, as it cannot be unloaded again.
+    run(session, "torch", "-m", "pytest", "tests/device")
+    on_device = {"GRADSCALER_DEVICE": "accel", **ONE_THREAD}
+    options = session.posargs or [*IN_PARALLEL, "tests/eager"]
+    run(session, "torch", "-m", "pytest", *options, env=on_device)
 
 
 # The tests of the rule, the engine and the files, and those of the repository itself.
@@ -220,10 +277,17 @@ def test_engines(session: nox.Session) -> None:
 
 @nox.session(name="test-package")
 def test_package(session: nox.Session) -> None:
-    """Test the sdist, the wheel in an empty environment, and the core without a framework."""
+    """Test the sdist, and the wheel in an empty environment."""
+    install(session, "package")
+    session.run("python", "-m", "pytest", *(session.posargs or ["tests/package"]))
+
+
+@nox.session(name="test-core")
+def test_core(session: nox.Session) -> None:
+    """Test the core without a framework, for each Python; test-torch-core has the same tests."""
     install(session, "package")
     core = [f"{SOURCES}/{name}" for name in ("policies", "_formats", "checkpoint")]
-    tests = ["tests/package", "tests/policies", "tests/checkpoint/test_formats.py", *core]
+    tests = ["tests/policies", "tests/checkpoint/test_formats.py", *core]
     session.run("python", "-m", "pytest", *(session.posargs or tests))
 
 
@@ -299,23 +363,40 @@ def smoke_test(session: nox.Session, python: str, path: str) -> None:
     session.run(str(folder / "bin" / "gradscaler"), "doctor", external=True, silent=True)
 
 
-TESTS = [*(f"test-{framework}" for framework in ENVIRONMENT_OF), "lint"]  # the longest first
+# They begin first: one that begins last would run alone at the end.
+LONGEST = ["test-torch-adapter", "test-torch-diagnosis", "test-mindspore", "test-jax"]
+RARE = ["test-integrations", "test-engines", "test-device", "test-processors", "mutants"]
 
 
-def side_by_side(session: nox.Session, *names: str) -> None:
-    """Run sessions two at a time: one fills the cores where the other installs or checks types.
+def side_by_side(session: nox.Session, *names: str, **variables: str) -> None:
+    """Run as many sessions at a time as there are cores, and one more, as some wait.
 
     The output of each comes as a whole, at its end. If one fails, the others run, and this fails.
     """
-    options = ["--jobs=2", "--keep-going", "--output-sync=target", "--no-print-directory"]
-    session.run("make", *options, *names, external=True)
+    options = ["--keep-going", "--output-sync=target", "--no-print-directory"]
+    command = ["make", f"--jobs={(os.cpu_count() or 1) + 1}", *options, *names]
+    session.run(*command, external=True, env={"GRADSCALER_WORKERS": "0", **variables})
+
+
+def everything(session: nox.Session, **variables: str) -> None:
+    """Make the environments, and then run every framework's tests and the others."""
+    side_by_side(session, *ENVIRONMENTS)  # sessions that share one must not both make it
+    tests = [name for parts in TESTS.values() for name in parts if name not in LONGEST]
+    side_by_side(session, *LONGEST, *tests, "lint", "test-package", "docs", **variables)
 
 
 @task("test")
 def test(session: nox.Session) -> None:
-    """Run the linter and all tests, with every framework, and build the site."""
-    side_by_side(session, *ENVIRONMENTS)  # sessions that share one must not both make it
-    side_by_side(session, *TESTS, "test-integrations", "test-engines", "test-package", "docs")
+    """Test every framework and every promise, and build the package and the site."""
+    everything(session)
+
+
+@task("test-all")
+def test_all(session: nox.Session) -> None:
+    """Run every case of every test, and the tasks that find what is rare (some hours)."""
+    everything(session, GRADSCALER_TESTS="all")
+    for name in RARE:
+        session.run("make", "--no-print-directory", name, external=True)
 
 
 # What makes each library use the instructions of an older processor. Keras takes TensorFlow's
@@ -356,19 +437,18 @@ def test_processors(session: nox.Session) -> None:
         for processor, switches in PROCESSORS.items():
             if processor == "sse4":
                 switches = {**switches, "NPY_DISABLE_CPU_FEATURES": str(choices).strip()}
-            for variables in runs_of(framework):
-                command = ["-m", "pytest", *(session.posargs or IN_PARALLEL)]
-                session.log(f"{framework} on {processor}")
-                run(session, environment, *command, *tests_of(framework), env=variables | switches)
+            for part in RUNS.get(framework, [""]):
+                session.log(f"{framework} {part} on {processor}")
+                run_tests(session, framework, part, **switches)
 
 
 @task("coverage", *ENVIRONMENTS)
 def coverage(session: nox.Session) -> None:
     """Run every framework's tests, and report the package's lines that none of them runs."""
     for framework, environment in ENVIRONMENT_OF.items():
-        for variables in runs_of(framework):
-            command = ["coverage", "run", "-m", "pytest", *IN_PARALLEL, *tests_of(framework)]
-            run(session, environment, "-m", *command, env=variables)
+        for part in RUNS.get(framework, [""]):
+            command = ["coverage", "run", "-m", "pytest", *IN_PARALLEL, *tests_of(framework, part)]
+            run(session, environment, "-m", *command, env=variables_of(framework, part))
     run(session, "torch", "-m", "coverage", "combine", "--quiet")
     run(session, "torch", "-m", "coverage", "report")
 
@@ -423,8 +503,9 @@ def conformance(session: nox.Session) -> None:
     recorded = Path(".venv/conformance.jsonl")
     with recorded.open("wb") as file:
         for framework, environment in ENVIRONMENT_OF.items():
-            for variables in runs_of(framework):
+            for part in RUNS[framework] if framework == "keras" else [""]:
                 command = ["-m", "tests.conformance.replay", framework]
+                variables = variables_of(framework, part)
                 run(session, environment, *command, env=variables, stdout=file, stderr=None)
     run(session, "torch", "-m", "tests.conformance.table", str(recorded))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+from tests.support import chosen, programs
 from tests.support.ranks import seed_frameworks
 
 ROOT = Path(__file__).parent.parent
@@ -18,12 +19,38 @@ ROOT = Path(__file__).parent.parent
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A busy machine may take its time.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A busy machine may take its time. Each run of `make test` has other examples, so fewer will do.
+settings.register_profile(
+    "untimed",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=100 if chosen.IS_ALL else 30,
+)
 settings.load_profile("untimed")
 if "MUTANT_UNDER_TEST" in os.environ:  # `make mutants` needs any failing example
-    settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate])
+    settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate], max_examples=100)
     settings.load_profile("mutants")
+
+
+def pytest_report_header():
+    """The seed of the cases that run, or that all do."""
+    return "all cases" if chosen.IS_ALL else f"GRADSCALER_SEED={chosen.SEED} chose the cases"
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "some(number, reason): in make test, so many cases run, and others each day"
+    )
+
+
+@pytest.hookimpl(trylast=True)  # after those that add marks
+def pytest_collection_modifyitems(config, items):
+    """Leave out what ``make test`` does not run, unless a test is asked for by its name."""
+    if not any("::" in argument for argument in config.args):
+        left_out = chosen.left_out(items)
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+
 
 KILLED_IN_ITS_SECOND_SAVE = """
 import os, runpy, signal, sys
@@ -46,13 +73,13 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture(autouse=True)
 def _each_test_starts_alike():
-    """Tests may run in any order: seed all frameworks, and restore MindSpore's mode afterwards."""
+    """Tests may run in any order: seed all frameworks, and set MindSpore's default mode.
+
+    A fixture of a whole module may have changed it.
+    """
     seed_frameworks()
-    mindspore = sys.modules.get("mindspore")
-    mode = mindspore and mindspore.get_context("mode")
-    yield
-    if mindspore:
-        mindspore.set_context(mode=mode)
+    if mindspore := sys.modules.get("mindspore"):
+        mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
 
 
 @pytest.fixture
@@ -77,9 +104,8 @@ def killed_in_its_second_save(tmp_path):
     """
 
     def run(script, *arguments):
-        command = [sys.executable, "-c", KILLED_IN_ITS_SECOND_SAVE, script, *map(str, arguments)]
-        process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert process.returncode == -signal.SIGKILL, process.stderr
+        done = programs.run("-c", KILLED_IN_ITS_SECOND_SAVE, script, *arguments, cwd=tmp_path)
+        assert done.returncode == -signal.SIGKILL, done.stderr
 
     return run
 
