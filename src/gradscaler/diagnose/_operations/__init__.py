@@ -1,0 +1,1 @@
+"""What is known of each operation, in every framework: where it fails, and what repairs it."""

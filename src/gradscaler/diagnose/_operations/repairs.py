@@ -1,0 +1,305 @@
+"""The repairs of operations: what to do, and when that is right."""
+
+from __future__ import annotations
+
+from gradscaler.diagnose._operations.operation import Repair, Seen
+
+_TINY = 2.0**-14  # the smallest normal number of float16
+
+
+def _in_float16(seen: Seen) -> bool:
+    return seen.dtype == "float16"
+
+
+def _in_bfloat16(seen: Seen) -> bool:
+    return seen.dtype == "bfloat16"
+
+
+# Appended to others.
+_WHERE = Repair(", also in where()'s other branch", lambda seen: seen.is_backward)
+_LOST_EPS = Repair("; an eps below 3e-8 is 0: add 1e-5", _in_float16)
+_LOST_1 = Repair("; bfloat16 rounds 1 - 1e-6 to 1: take 1 - 2**-8, or float32", _in_bfloat16)
+_LOST_BESIDE_1 = Repair("; compute it in float32, as 1 - 1e-3 is 1 in bfloat16", _in_bfloat16)
+_AT_0 = _WHERE, _LOST_EPS
+
+IN_FLOAT32 = Repair("run this module in bfloat16 or float32, or lower its inputs")
+LOSS_IN_FLOAT32 = Repair(
+    "compute the loss in float32 (outputs.float()), or bring outputs and targets closer to 1",
+    lambda seen: seen.is_in_loss,
+)
+
+# Logarithms, and what has one in it.
+LOG = Repair(
+    "the logarithm of 0 is -Inf, of a negative number NaN: clamp its input, or take logits "
+    "(cross_entropy, log_softmax, logsigmoid)",
+    clauses=(_LOST_EPS, _LOST_1),
+)
+LOG_OF_0 = Repair(
+    "the input of the logarithm is 0: clamp it to a small number, or take logits (cross_entropy, "
+    "log_softmax, logsigmoid)",
+    lambda seen: seen.is_inf_alone,
+    (_LOST_EPS, _LOST_1),
+)
+LOG_OF_NEGATIVE = Repair(
+    "the input of the logarithm is negative, as its result is NaN and not -Inf: look for a wrong "
+    "sign or a wrong range in the formula, which a clamp would only hide, or for a parameter that "
+    "became negative: take its exp() or softplus()",
+    lambda seen: not seen.has_inf,
+)
+LOG_SLOPE = Repair(
+    "clamp the input of the logarithm, as its slope at 0 is Inf",
+    clauses=(_WHERE, _LOST_EPS, _LOST_1),
+)
+LOG1P = Repair(
+    "log1p of -1 is -Inf, of less NaN: clamp its input to more than -1, in float32 by at least "
+    "1e-6",
+    clauses=(_LOST_1,),
+)
+LOG1P_SLOPE = Repair(
+    "clamp its input to at least -1 + 1e-6, as its slope at -1 is Inf", clauses=(_WHERE, _LOST_1)
+)
+XLOGY = Repair(
+    "the logarithm of 0 is -Inf: clamp what it is taken of, or move targets off the border of "
+    "their range (0 and 1 for a Beta or Dirichlet)"
+)
+LOGIT = Repair(
+    "clamp its input to within 1e-6 and 1 - 1e-6 (eps=1e-6), as its slope is Inf at 0 and 1",
+    clauses=(_WHERE, _LOST_1),
+)
+OPEN_UNIT = Repair(
+    "it is Inf at 0 and 1, and NaN beyond: clamp its input to within 1e-6 and 1 - 1e-6",
+    clauses=(_LOST_1,),
+)
+ENTROPY = Repair("it is -Inf of a negative number: clamp its input to a small number")
+LOG_NDTR = Repair(
+    "its slope is computed as exp(a - b) of two large numbers: clamp its input to at least -30"
+)
+MASKED_SUMS = Repair(
+    "sums of nothing but -Inf have no slope: mask with a large finite number in place of -Inf"
+)
+PROBABILITIES_TO_KL = Repair(
+    "its input holds -Inf, as the logarithm of 0 is: take log_softmax() for it, or mask with a "
+    "large finite number"
+)
+VARIANCE = Repair(
+    "a variance near 0 divides by its eps: pass a larger one (eps=1e-2), or compute the loss in "
+    "float32"
+)
+PROBABILITIES = Repair(
+    "the slope of a probability of 0 or 1 leaves the dtype: take logits "
+    "(binary_cross_entropy_with_logits)"
+)
+
+# Roots and powers.
+ROOT_OF_NEGATIVE = Repair(
+    "the root of a negative number is NaN, as where a variance is a difference of large squares: "
+    "clamp its input to at least 1e-6, or compute it in float32",
+    lambda seen: not seen.has_inf,
+)
+ROOT_SLOPE = Repair(
+    "add a small number under the root, or clamp its input, as its slope at 0 is Inf", clauses=_AT_0
+)
+RSQRT = Repair(
+    "1 / sqrt of 0 is Inf, and of a negative number NaN: clamp its input to a small number",
+    clauses=_AT_0,
+)
+POWER_OF_NEGATIVE = Repair(
+    "a fractional power of a negative number is NaN: take its magnitude, or clamp",
+    lambda seen: not seen.has_inf,
+)
+POWER_OF_0 = Repair("a negative power of 0 is Inf: clamp the base", lambda seen: seen.largest <= 1)
+POWER_SLOPE = Repair("clamp the base: a power below 1 is too steep at 0", clauses=_AT_0)
+POWER = Repair(
+    "the square of more than 255 is too large for float16, and higher powers sooner",
+    lambda seen: not seen.is_wide,
+    (
+        Repair(f": {LOSS_IN_FLOAT32.text}", lambda seen: seen.is_in_loss),
+        Repair(f": {IN_FLOAT32.text}", lambda seen: not seen.is_in_loss),
+    ),
+)
+SQUARES = Repair(
+    "its squares leave the range of float16 beyond 255: take it in float32 (dtype=torch.float32)",
+    _in_float16,
+)
+
+# Exponentials.
+EXP_IN_FLOAT16 = Repair(
+    "the exponential of more than 11 leaves float16: raise the temperature, subtract the "
+    "largest exponent first, clamp it (a ratio of probabilities), or compute it in float32",
+    _in_float16,
+)
+EXP = Repair(
+    "the exponential of more than 88 leaves float32 and bfloat16: subtract the largest exponent "
+    "first, clamp it (a ratio of probabilities), or stay in logarithms (logsumexp, softplus)"
+)
+OF_EXPONENTIALS = Repair(
+    "it grows as exp() does, which leaves float16 beyond 11 and float32 beyond 88: clamp its input"
+)
+SCALED_BESSEL = Repair(
+    "it grows as exp() does: take the scaled one (torch.special.i0e, i1e) and its logarithm, or "
+    "clamp its input"
+)
+THRESHOLD = Repair(
+    "beyond its threshold it is its input, before it an exponential: leave threshold at 20"
+)
+LOG_RATE = Repair(
+    "its input is a logarithm, whose exponential leaves float16 beyond 11 and float32 beyond 88: "
+    "clamp it"
+)
+MATRIX_EXP = Repair(
+    "the exponential of a large matrix leaves the dtype: divide the matrix by its norm, or clip it"
+)
+
+# Quotients.
+DIVISION = Repair(
+    "clamp the divisor (an empty mask, a deviation or norm of 0)", clauses=(*_AT_0, _LOST_BESIDE_1)
+)
+ZERO_BY_0 = Repair(
+    "0 / 0 is NaN: clamp the divisor (an empty mask, a deviation or norm of 0)",
+    lambda seen: seen.divisor == 0 and not seen.has_inf,
+    (_LOST_EPS, _LOST_BESIDE_1),
+)
+QUOTIENT = Repair(
+    "divide by a larger number, or compute the quotient in float32",
+    lambda seen: (seen.divisor or 0.0) >= _TINY,
+)
+WEIGHT_NORM = Repair("the norm of a row of weights is 0: initialise them with other numbers than 0")
+DIRECTION = Repair(
+    "a vector of 0 has no direction, and its eps of 1e-8 is 0 in float16: pass eps=1e-4"
+)
+EQUAL_NUMBERS = Repair(
+    "numbers that are all equal have a deviation of 0: give it an eps, such as 1e-5",
+    lambda seen: seen.is_of_few,
+)
+MEAN_OF_NONE = Repair(
+    "the mean of no elements is 0 / 0 (an empty mask, all labels ignored): leave such batches out, "
+    "or divide their sum by at least 1",
+    lambda seen: seen.is_of_few,
+)
+DEVIATION_OF_ONE = Repair(
+    "the deviation of one element is 0 / 0: set correction=0, or take more elements",
+    lambda seen: seen.is_of_few,
+)
+
+# Angles, and other functions of a range.
+ANGLE = Repair(
+    "rounding takes a cosine or sine beyond 1: clamp it to within -0.999 and 0.999 before this"
+)
+ANGLE_SLOPE = Repair(
+    "clamp its input to within -0.999 and 0.999, as its slope at 1 is Inf", clauses=(_WHERE,)
+)
+TAN_SLOPE = Repair("its slope leaves float16 near pi / 2: clamp its input to within -1.5 and 1.5")
+ACOSH = Repair(
+    "it is NaN below 1, and its slope at 1 is Inf: clamp its input to at least 1 + 1e-3",
+    clauses=(_WHERE,),
+)
+ATANH = Repair(
+    "it is Inf at 1 and -1, and NaN beyond: clamp its input to less than that, in "
+    "float32 by at least 1e-6",
+    clauses=(_WHERE,),
+)
+GAMMA = Repair("it is Inf at 0: clamp its input (a concentration) to more than 0")
+GAMMA_SLOPE = Repair(
+    "clamp its input (a concentration) to more than 0, where its slope is Inf", clauses=(_WHERE,)
+)
+GAMMA_OF_MATRIX = Repair(
+    "it is Inf at (p - 1) / 2: clamp its input (degrees of freedom) to more than that"
+)
+INCOMPLETE_GAMMA = Repair(
+    "it is NaN below 0, and its slope at 0 is Inf: clamp its input to a small number",
+    clauses=(_WHERE,),
+)
+
+# Sums, means and products of many.
+SUM = Repair(
+    "the sum is larger than float16 can hold: take it in float32 (dtype=torch.float32)", _in_float16
+)
+MATMUL = Repair(
+    "a sum of products leaves float16: divide an input first (queries by the root "
+    "of their width), or multiply in float32, under autocast(enabled=False)",
+    _in_float16,
+)
+# The user cannot divide an input inside PyTorch's own layer.
+LINEAR_IN_FLOAT32 = Repair(IN_FLOAT32.text, lambda seen: seen.type == "Linear" and not seen.is_wide)
+GROWS = Repair(
+    "numbers grow from layer to layer, or from one time step to the next: clip gradients before "
+    "optimizer.step(), lower the learning rate, and start from smaller weights",
+    lambda seen: seen.is_in_model and seen.largest > 1e18,  # their square leaves float32
+)
+PRODUCT = Repair(
+    "a product of finite numbers is never NaN, so a factor is a constant Inf or NaN: mask with "
+    "where() or masked_fill() instead",
+    lambda seen: seen.has_nan,
+)
+FACTOR = Repair(
+    "a product leaves float16: lower a factor (clamp one that is learned, such as a temperature), "
+    "or multiply in float32",
+    lambda seen: seen.is_in_model and not seen.is_wide,
+)
+PRODUCT_OF_MANY = Repair(
+    "a product of many numbers leaves the dtype: add up their logarithms instead"
+)
+
+# Masks, and losses of classes.
+MASKED = Repair(
+    "a row of the softmax is masked entirely (0 / 0: leave one place unmasked, or mask with a "
+    "large finite number), or holds +Inf, as of -log(0)"
+)
+TOO_LARGE = Repair(
+    "its inputs come near the end of float32's range: lower the learning rate, warm it up, or clip "
+    "gradients",
+    lambda seen: seen.largest > 1e30,
+)
+ALL_MASKED = Repair(
+    "all classes of a row are -Inf, as the logarithm of 0 or a mask is: clamp the input of the "
+    "logarithm, or leave one class unmasked",
+    lambda seen: seen.size > 1 and not seen.has_inf,
+)
+MASKED_CLASS = Repair("a class masked with -inf costs Inf: mask with a large finite number")
+ALIGNMENT = Repair(
+    "a target that is longer than its input has no alignment: set zero_infinity=True, "
+    "or leave such samples out"
+)
+
+# Matrices.
+DETERMINANT = Repair(
+    "its matrix is not positive definite, so the determinant is 0 or negative: "
+    "make it one (A @ A.T + eps * I), or take cholesky()"
+)
+SINGULAR = Repair("its matrix is singular: add a small multiple of the identity")
+NOT_DEFINITE = Repair(
+    "its matrix is not positive definite: add a small multiple of the identity, or take it in "
+    "float32 or float64"
+)
+CUTOFF = Repair(
+    "a singular value near 0 is divided by: pass a larger rtol, or add a small multiple of the "
+    "identity"
+)
+SINGULAR_VECTORS = Repair(
+    "its vectors have no slope where singular values are equal or 0: take the values "
+    "alone (svdvals), or detach() the vectors"
+)
+EIGENVECTORS = Repair(
+    "its vectors have no slope where eigenvalues are equal, as several of 0 are: "
+    "take cholesky() of the matrix plus a small multiple of the identity, or detach() the vectors"
+)
+DEPENDENT = Repair(
+    "it has no slope where columns depend on each other: add a small multiple of the identity"
+)
+
+# What writes, casts and hides.
+CAST = Repair(
+    "a number beyond 65504 becomes Inf when it is cast to float16: keep the next "
+    "operations in float32 too, or lower the numbers before the cast"
+)
+CAST_BY_COPY = Repair(CAST.text, lambda seen: seen.largest > 0 and seen.has_inf)
+WRITTEN = Repair("the code writes Inf or NaN there: write a finite number")
+COMPILED = Repair(
+    "compiled code is one operation here: watch such a step (gradscaler run "
+    '--watch), or run some uncompiled, by torch.compiler.set_stance("force_eager"), which names '
+    "the operation inside"
+)
+CHECKPOINTED = Repair(
+    "a reentrant checkpoint hides its operations: pass use_reentrant=False, which shows them"
+)
+HOOK = Repair("look there for a division by 0, such as by the norm of a gradient of 0")

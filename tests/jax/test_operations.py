@@ -1,0 +1,116 @@
+"""The rows of operations that are primitives of JAX: their names, poles and largest inputs."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from gradscaler.diagnose._operations.rows import canonical, row_of
+
+GRID = [x / 4 for x in range(-14, 15)]
+# How the primitive of a row is called with the one number that decides.
+CALLS = {
+    "acos": lax.acos,
+    "acosh": lax.acosh,
+    "asin": lax.asin,
+    "asinh": lax.asinh,
+    "atan": lax.atan,
+    "atanh": lax.atanh,
+    "cbrt": lax.cbrt,
+    "cosh": lax.cosh,
+    "digamma": lax.digamma,
+    "div": lambda x: lax.div(1.0, x),
+    "erfinv": lax.erf_inv,
+    "exp": lax.exp,
+    "exp2": lax.exp2,
+    "expm1": lax.expm1,
+    "fmod": lambda x: lax.rem(1.0, x),
+    "igamma": lambda x: lax.igamma(0.5, x),
+    "igammac": lambda x: lax.igammac(0.5, x),
+    "lgamma": lax.lgamma,
+    "log": lax.log,
+    "log1p": lax.log1p,
+    "pow": lambda x: lax.integer_pow(x, -1),
+    "rsqrt": lax.rsqrt,
+    "sinh": lax.sinh,
+    "sqrt": lax.sqrt,
+    "square": lax.square,
+    "tan": lax.tan,
+}
+NAMED = {
+    **CALLS,
+    "cat": lambda x: lax.concatenate([x, x], 0),
+    "clamp": lambda x: lax.clamp(0.0, x, 1.0),
+    "conv": lambda x: lax.conv(x[None, None], x[None, None], (1,), "SAME"),
+    "cumprod": lax.cumprod,
+    "cumsum": lax.cumsum,
+    "expand": lambda x: lax.broadcast_in_dim(x, (2, *x.shape), (1,)),
+    "linalg_cholesky": lambda x: lax.linalg.cholesky(jnp.diag(x)),
+    "linalg_eigh": lambda x: lax.linalg.eigh(jnp.diag(x)),
+    "linalg_qr": lambda x: lax.linalg.qr(jnp.diag(x)),
+    "linalg_svd": lambda x: lax.linalg.svd(jnp.diag(x)),
+    "logcumsumexp": lax.cumlogsumexp,
+    "matmul": lambda x: lax.dot(x, x),
+    "prod": jnp.prod,
+    "round": lax.round,
+    "scatter_add": lambda x: x.at[0].add(1.0),
+    "sigmoid": lax.logistic,
+    "sum": jnp.sum,
+    "to": lambda x: lax.convert_element_type(x, jnp.float16),
+    "where": lambda x: lax.select(x > 0, x, x),
+}
+
+
+@pytest.fixture(autouse=True)
+def double():
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        yield
+
+
+def holds(x, spans):
+    return any(s[0] < x < s[1] if isinstance(s, tuple) else x == s for s in spans)
+
+
+def primitives(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for held in equation.params.values():
+            yield from primitives(held.jaxpr) if hasattr(held, "jaxpr") else ()
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_primitive_has_the_name_that_users_know(name):
+    jaxpr = jax.make_jaxpr(NAMED[name])(jnp.ones(3))
+    assert name in map(canonical, primitives(jaxpr.jaxpr))
+
+
+# PyTorch's slope there is a large number, as its sine of pi is not 0.
+DIFFERS = {"digamma": dict.fromkeys((-1.0, -2.0, -3.0), (True, True))}
+
+
+IN_PYTORCH = pytest.mark.rare(
+    "tests/diagnose/operations/test_operations.py evaluates each row in PyTorch"
+)
+
+
+@IN_PYTORCH
+@pytest.mark.parametrize("name", CALLS)
+def test_a_primitive_is_bad_where_its_row_says_so_and_nowhere_else(name):
+    row, grid = row_of(name), jnp.array(GRID)
+    made = jax.vmap(CALLS[name])(grid)
+    slope = jax.vmap(jax.grad(CALLS[name]))(grid)
+    found = {
+        x: (not bool(jnp.isfinite(m)), not bool(jnp.isfinite(s)))
+        for x, m, s in zip(GRID, made, slope, strict=True)
+    }
+    expected = {x: (holds(x, row.bad_at), holds(x, row.steep_at)) for x in GRID}
+    assert found == expected | DIFFERS.get(name, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, dtype) for name in CALLS for dtype in row_of(name).largest]
+)
+def test_a_primitive_is_inf_beyond_its_largest_input(name, dtype):
+    largest = row_of(name).largest[dtype]
+    assert jnp.isfinite(CALLS[name](jnp.asarray(0.98 * largest, dtype)))
+    assert jnp.isinf(CALLS[name](jnp.asarray(1.02 * largest, dtype)))
