@@ -10,6 +10,8 @@ from gradscaler.diagnose import Located
 # tests/diagnose/test_trainings.py and examples/torch_stuck.py end in one for each kind of verdict.
 from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._findings.frameworks import framework_named
+from gradscaler.diagnose._record.events import Events
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.lines import (
     Bins,
@@ -170,6 +172,10 @@ def in_loss(operation, num_inf=3, largest=6e4, dtype="float16", size=64):
         (in_loss("cross_entropy", largest=1e36, dtype="float32"), "near the end of float32's"),
         (in_loss("ctc_loss"), "zero_infinity=True"),
         (in_loss("atanh"), "it is Inf at 1 and -1"),
+        (in_loss("acosh", num_inf=0, dtype="float32"), "clamp its input to at least 1 + 1e-3"),
+        (in_loss("lgamma", dtype="float32"), "clamp its input (a concentration) to more than 0"),
+        (in_loss("special_ndtri", dtype="float32"), "clamp its input to within 1e-6 and 1 - 1e-6"),
+        (in_loss("logit", dtype="float32"), "it is Inf at 0 and 1, and NaN beyond"),
         (in_loss("mul", num_inf=0), "a factor is a constant Inf or NaN"),
         (in_loss("index_put"), "the code writes Inf or NaN there"),
         (in_loss("copy", largest=0.0), "the code writes Inf or NaN there"),
@@ -195,6 +201,9 @@ def slope_of(operation, dtype="float16"):
         (slope_of("sqrt"), "Inf, also in where()'s other branch; an eps below 3e-8 is 0"),
         (slope_of("sqrt", "float32"), "its slope at 0 is Inf, also in where()'s other branch."),
         (slope_of("log1p", "bfloat16"), "bfloat16 rounds 1 - 1e-6 to 1: take 1 - 2**-8, or"),
+        (slope_of("log1p", "float32"), "clamp its input to at least -1 + 1e-6, as its slope at -1"),
+        (slope_of("acosh", "float32"), "its slope at 1 is Inf: clamp its input to at least 1 + 1"),
+        (slope_of("log_softmax", "float32"), "a row of the softmax is masked entirely"),
         (slope_of("linalg_svd"), "values are equal or 0: take the values alone"),
         (slope_of("hook"), "by the gradient of what a hook changed at train.py:7"),
     ],
@@ -373,6 +382,26 @@ def test_nan_without_inf_at_the_lowest_scale_is_no_overflow(gradient, kind, scal
     assert ("with NaN and no Inf in the gradient of fc2.weight" in found.text) == (kind == "data")
 
 
+@pytest.mark.parametrize(
+    ("peak", "rest", "framework", "is_cured"),
+    [
+        (30.0, 0.0, "torch", True),
+        (30.0, 2.0, "torch", False),  # clipping by a norm of Inf leaves 0
+        (30.0, math.nan, "torch", False),  # and that by a norm of NaN leaves nothing else
+        (1e-3, 0.0, "torch", False),  # far from overflow
+        (30.0, 0.0, "jax", False),
+    ],
+)
+def test_an_inf_that_clipping_made_nan_is_an_overflow(peak, rest, framework, is_cured):
+    past = tuple(Step(n, 1024.0, n == 16, 2.5) for n in range(1, 41))
+    found = NonfiniteGradient("weight", (16,), "float32", 0, 1, rest)
+    evidence = Evidence(40, 1, past=past, inspected=(Skip(16, 1024.0, 2.5, (found,)),))
+    of = framework_named(framework, {})
+    text = judge(replace(evidence, peaks=((1, peak),), framework=of)).text
+    assert ("cured each overflow" in text) == is_cured
+    assert ("with NaN and no Inf in the gradient of weight" in text) != is_cured
+
+
 def test_a_few_skips_at_a_fixed_scale_are_not_cured_by_a_lower_one():
     found = judge(skipping(INF, 1.0, every=200))
     assert found.kind == "normal"
@@ -546,22 +575,22 @@ def test_parameters_that_are_not_used_are_information(missing, those):
 @pytest.mark.parametrize(
     ("calls", "kind", "words"),
     [
-        ({}, "normal", "call monitor.record() after each step"),
+        ({}, "normal", "Call step(optimizer) of the scaler that is watched"),
         ({"raised": 1}, "normal", "do what its message says"),
         ({"idle": 12}, "misuse", "found no gradient in 12 calls"),
     ],
 )
 def test_a_run_without_a_step_is_told_what_its_calls_say(calls, kind, words):
-    found = judge(Evidence(0, 0, calls=calls))
+    found = judge(Evidence(0, 0, events=Events().after(calls)))
     assert found.kind == kind
     assert words in found.text
 
 
 def test_a_rank_whose_loss_is_anothers_does_not_miss_it():
     """As in a pipeline, where only the last stage has the loss."""
-    calls = {"lossless": 100}
-    assert judge(Evidence(100, 0, calls=calls)).kind == "misuse"
-    assert judge(Evidence(100, 0, calls=calls, world_size=2)).kind == "normal"
+    lossless = Evidence(100, 0, events=Events().after({"lossless": 100}))
+    assert judge(lossless).kind == "misuse"
+    assert judge(replace(lossless, world_size=2)).kind == "normal"
 
 
 @pytest.mark.parametrize(("kind", "backoff"), [("normal", 0.5), ("data", 1.0)])
@@ -634,3 +663,55 @@ def test_a_loss_that_was_0_is_no_divergence(loss):
 def test_a_nan_that_no_overflow_makes_is_no_overflow(operation, words):
     located = in_loss(operation, num_inf=0, dtype="float32", size=1)
     assert words in judge(replace(STUCK, located=located, skips=NAN_LOSS)).text
+
+
+def test_beside_a_finding_in_a_streak_of_skips_nothing_says_that_nothing_is_unusual():
+    falling = replace(STUCK, events=Events())
+    assert judge(falling).kind == "normal"  # a lower scale may be the cure
+    verdict = judge(replace(STUCK, events=Events().after({"unzeroed": 119})))
+    assert [each.kind for each in verdict.findings] == ["misuse"]
+    assert "Nothing unusual" not in verdict.text
+
+
+@pytest.mark.parametrize(("number", "kind"), [(4, "normal"), (5, "data")])
+def test_losses_that_are_bad_in_a_row_are_told_before_the_streak_is_long(number, kind):
+    steps = tuple(
+        Step(n, 1024.0, n > 20, math.inf if n > 20 else 1.0) for n in range(1, 21 + number)
+    )
+    counts = {"skipped": number, "bad_and_skipped": number, "scale": 1024.0}
+    assert judge(Evidence(20 + number, past=steps, **counts)).kind == kind
+
+
+def test_one_loss_that_is_bad_by_an_ordinary_number_is_told_without_its_gradients():
+    steps = tuple(Step(n, 1024.0, n == 9, math.inf if n == 9 else 1.0) for n in range(1, 10))
+    found = in_loss("log", num_inf=1, dtype="float32", size=1, largest=0.0)
+    counts = {"skipped": 1, "bad_and_skipped": 1, "scale": 1024.0}
+    assert judge(Evidence(9, past=steps, watched=found, **counts)).kind == "loss"
+
+
+# What names a gradient's operation was tried in each: see the pages on what is named.
+FINDERS = {
+    ("torch", ""): "locate() ",
+    ("jax", ""): "locate_jax() ",
+    ("keras", "jax"): "locate() ",
+    ("keras", "torch"): "locate() ",
+    ("keras", "tensorflow"): "locate() ",
+    ("tf_keras", ""): "locate() ",
+    ("paddle", ""): "locate() ",
+    ("tensorplay", ""): "locate() ",
+    ("mindspore", ""): "locate() ",
+    ("keras", "a later backend"): None,
+}
+
+
+@pytest.mark.parametrize(("name", "backend"), FINDERS)
+def test_only_what_names_an_operation_in_the_framework_at_hand_is_advised(name, backend):
+    finder, framework = FINDERS[name, backend], framework_named(name, {backend: "1.0"})
+    steps = tuple(Step(n, 1024.0, skipped=n % 6 == 0, loss=1.0) for n in range(1, 61))
+    at_times = judge(Evidence(60, 10, past=steps, scale=1.0, framework=framework)).text
+    in_all = judge(replace(STUCK, skips=NAN_AT_1, framework=framework)).text
+    if finder is None:
+        assert "names" not in at_times + in_all
+    else:
+        assert f": {finder}on one names it" in at_times
+        assert f"; {finder}names the operation" in in_all

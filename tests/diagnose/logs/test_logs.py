@@ -162,6 +162,14 @@ def test_a_scale_that_settles_is_no_problem(judged, tool):
 
 
 @pytest.mark.parametrize("tool", SKIPPING)
+def test_steps_before_the_first_skip_settle_no_scale(judged, tool):
+    before, after = trained(tool(), FALLING, 2.0**16), trained(tool(), FALLING, first=20)
+    verdict = judged(*before, *map(tool().skip, SETTLING), *after)
+    assert verdict.kind == "normal"
+    assert "6 steps were skipped while the loss scale settled" in verdict.text
+
+
+@pytest.mark.parametrize("tool", SKIPPING)
 def test_skips_alone_that_have_not_reached_the_smallest_scale_are_normal(judged, tool):
     assert judged(*map(tool().skip, SETTLING)).kind == "normal"
 

@@ -39,7 +39,7 @@ FINDING = Finding("nan", "NaN at every scale.", "Look for a division by zero.", 
 LINES = (
     run_files.skip(1, 16.0, float("nan"), [GRADIENT], more=4),
     SAMPLE,
-    run_files.watched(2, LOCATED, dtypes={"a": "float16"}, **STATES),
+    run_files.watched(2, LOCATED, **STATES),
     {**SAMPLE, **CHANGES, "cut": None},
     run_files.skip(5, 8.0, 1e5),
     {**run_files.verdict(5, "nan", FINDING.text, "a.weight"), "findings": [FINDING]},
@@ -152,6 +152,7 @@ def test_a_command_reads_any_file_or_says_what_is_wrong_in_one_line(folder, reco
     ("row", "keys"),
     [(0, ["step"]), (1, ["step", "scale", "loss"]), (2, ["step", "scale", "steps", "largest"])],
 )
+@pytest.mark.covering(1)  # a row shows what another does: each number is replayed once
 def test_no_extreme_number_stops_a_replay(folder, records, row, keys, value):
     for key in keys:
         line = json.dumps({**json.loads(records[row]), key: value})

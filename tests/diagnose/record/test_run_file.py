@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from gradscaler import DynamicScale, NonfiniteGradient
 from gradscaler.diagnose import Monitor, read_run
+from tests.support import programs
 from tests.support.run_files import (
     append,
     parameter,
@@ -129,7 +130,7 @@ def test_a_monitor_notes_the_script_and_the_versions(path):
         "import sys; from gradscaler.torch import GradScaler; "
         "from gradscaler.diagnose import Monitor; Monitor(GradScaler(), path=sys.argv[1])"
     )
-    subprocess.run([sys.executable, script.name, path.name], cwd=path.parent, check=True)
+    assert programs.run(script.name, path.name, cwd=path.parent).returncode == 0
     (start,) = read_run(path).starts
     assert start.script == "train.py"
     assert start.versions["Python"] == ".".join(map(str, sys.version_info[:3]))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import groupby
 
 from gradscaler.diagnose._findings import (
     calls,
+    failures,
     gradient_values,
     loss_graphs,
     losses,
@@ -13,141 +16,79 @@ from gradscaler.diagnose._findings import (
     over_time,
 )
 from gradscaler.diagnose._findings.advice import seen_in
-from gradscaler.diagnose._findings.bad_steps import applied
-from gradscaler.diagnose._findings.caught import caught
+from gradscaler.diagnose._findings.detector import Detector, Role
 from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._findings.failures import of_a_bad_step, of_skips
 from gradscaler.diagnose._findings.learning import whether_it_learns
-from gradscaler.diagnose._findings.nan_skips import nan_gradient, nan_skips
-from gradscaler.diagnose._findings.skips_in_a_row import (
-    EXPLAIN_ALL,
-    bad_parameter,
-    bad_state,
-    of_skips,
-)
+from gradscaler.diagnose._findings.nan_skips import nan_skips, uncured
+from gradscaler.diagnose._findings.origins import EXPLAIN_ALL
+from gradscaler.diagnose._findings.words import in_words_of
+from gradscaler.diagnose._record.events import Event
 from gradscaler.diagnose._record.finding import Finding, Verdict, verdict_of
+from gradscaler.diagnose._record.kinds import kind_of
+from gradscaler.diagnose._record.thresholds import SHORT
 
-_Detector = Callable[[Evidence], Finding | None]
-
-# The most certain findings come first, and causes come before their effects. The detectors of a
-# group overlap, so only the first finding of each group is reported.
-_GROUPS: tuple[tuple[_Detector, ...], ...] = (
-    (bad_state,),
-    (calls.unused, calls.disabled, optimizers.stepless),
-    (optimizers.uphill, loss_graphs.unbounded, optimizers.decayed),
-    (optimizers.still, optimizers.renewed, optimizers.faded),
-    (optimizers.idle,),
-    (optimizers.outside, loss_graphs.unregistered),
-    (optimizers.unscaled,),
-    (calls.unzeroed,),
-    (calls.scaled_in_loss,),
-    (calls.clipped_while_scaled,),
-    (calls.updated_too_often, calls.unscaled_loss),
-    (calls.restarted,),
-    (losses.silent, losses.diverged, losses.ran_away, losses.died, over_time.data, caught),
-    (loss_graphs.absorbed,),
-    (loss_graphs.normalised_twice, loss_graphs.across, loss_graphs.broadcast),
-    (gradient_values.cut_off, gradient_values.dead, gradient_values.unfed),
-    (calls.stalled,),
-    (calls.full_precision, calls.without_scaling),
-    (gradient_values.too_small,),
-    (over_time.lowered, over_time.earlier),
+# In a phase, detectors have the order of these modules, and of their definition in a module.
+_MODULES = (
+    optimizers,
+    calls,
+    loss_graphs,
+    losses,
+    over_time,
+    failures,
+    gradient_values,
 )
-# A finding of the first kind explains findings of the others. Bad batches lower the scale, so it
-# is too small or below 1. Gradients behind a slope of 0 are 0, which is not underflow.
-_SAID_BY = {
-    "data": ("underflow", "floor"),
-    "dead": ("underflow",),
-    "activations": ("dead",),
-    "divergence": ("dead",),
-}
-_BESIDE_SKIPS: tuple[_Detector, ...] = (
-    bad_state,
-    calls.restarted,
-    calls.clipped_while_scaled,
-    calls.updated_too_often,
-    calls.stalled,
+DETECTORS = sorted(
+    (
+        each
+        for of in _MODULES
+        for each in vars(of).values()
+        if isinstance(each, Detector) and each.find.__module__ == of.__name__
+    ),
+    key=lambda each: each.phase,
 )
-# They speak of a scaler, and are not asked where there is none.
-_OF_SCALERS: frozenset[_Detector] = frozenset(
-    {
-        calls.full_precision,
-        calls.restarted,
-        calls.scaled_in_loss,
-        calls.unscaled_loss,
-        calls.updated_too_often,
-        calls.clipped_while_scaled,
-        gradient_values.too_small,
-        optimizers.stepless,
-        optimizers.unscaled,
-        over_time.lowered,
-    }
-)
-# Mistakes that a bad step does not explain; these may explain it.
-_CAUSES_OF_BAD_STEPS = optimizers.nonfinite, optimizers.uphill, loss_graphs.unbounded
-_BESIDE_BAD_STEPS: tuple[_Detector, ...] = (
-    optimizers.idle,
-    optimizers.outside,
-    calls.unzeroed,
-    calls.without_scaling,
-)
-
-_SHORT = 50  # steps; the last one that a monitor samples early
+"""All detectors, in the order in which they are asked."""
 
 
 def judge(evidence: Evidence) -> Verdict:
     """The verdict on the evidence: all findings, the gravest first, or that nothing is unusual."""
+    usual = _normal if evidence.steps else _unseen
+    said = list(_findings_in(evidence)) or [usual(evidence)]
+    verdict = verdict_of([in_words_of(evidence.framework.name, each) for each in said])
+    if evidence.ended is None:
+        return verdict
+    seen = f"The watch saw no step after step {evidence.steps}: {evidence.ended}."
+    return replace(verdict, text=f"{verdict.text} {seen}")
+
+
+def _findings_in(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the findings: of steps that fail first the causes, and then what is beside them."""
     if evidence.bad_step is not None:
-        findings = _found((*_CAUSES_OF_BAD_STEPS, applied, *_BESIDE_BAD_STEPS), evidence)
+        roles = {each: each.at_bad_step for each in DETECTORS}
+        cause = of_a_bad_step(evidence)
+    elif evidence.skips:
+        roles = {each: each.in_streak for each in DETECTORS}
+        cause = of_skips(evidence)
     else:
-        findings = _in_a_streak(evidence) if evidence.skips else _over_a_run(evidence)
-    return verdict_of(list(findings) or [_normal(evidence)])
+        yield from _found(DETECTORS, evidence)
+        return
+    yield from _found([each for each in DETECTORS if roles[each] is Role.CAUSE], evidence)
+    if cause is not None:
+        yield cause
+    yield from _found([each for each in DETECTORS if roles[each] is Role.BESIDE], evidence)
 
 
-def _in_a_streak(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the findings for a long streak of skips: first its cause, then all others."""
-    yield from _found((optimizers.nonfinite, optimizers.uphill, calls.repeated), evidence)
-    yield from _found((calls.unzeroed, calls.scaled_in_loss), evidence)
-    yield of_skips(evidence)
-    yield from _found(_BESIDE_SKIPS, evidence)
-
-
-def _over_a_run(evidence: Evidence) -> Iterator[Finding]:
-    yield from _found((optimizers.nonfinite, calls.repeated), evidence)
-    count = evidence.bad_and_applied + evidence.bad_and_skipped
-    if evidence.parameter is not None and count:
-        so = f"and the loss was NaN or Inf in {count} of {evidence.steps} steps"
-        finding = bad_parameter(evidence, so)
-        if finding is not None:
+def _found(detectors: Iterable[Detector], evidence: Evidence) -> Iterator[Finding]:
+    """Yield the first finding of each phase, unless one before explains it."""
+    explained: set[str] = set()
+    for _, phase in groupby(detectors, key=lambda each: each.phase):
+        finding = next((found for each in phase if (found := each(evidence))), None)
+        if finding is not None and finding.kind not in explained:
+            explained.update(kind_of(finding.kind).explains)
             yield finding
-    kinds: set[str] = set()
-    for group in _GROUPS:
-        finding = next(_found(group, evidence), None)
-        said = {kind for before in kinds for kind in _SAID_BY.get(before, ())}
-        if finding is not None and finding.kind not in said:
-            kinds.add(finding.kind)
-            yield finding
-
-
-def _found(detectors: Iterable[_Detector], evidence: Evidence) -> Iterator[Finding]:
-    asked = (each for each in detectors if evidence.has_scaler or each not in _OF_SCALERS)
-    found = (detector(evidence) for detector in asked)
-    return (finding for finding in found if finding is not None)
 
 
 def _normal(evidence: Evidence) -> Finding:
-    if not evidence.steps:
-        action = (
-            "In JAX, Keras and MindSpore, call monitor.record() after each step; elsewhere, call "
-            "step(optimizer) of the scaler that is watched."
-        )
-        if not evidence.has_scaler:
-            action = (
-                "Call loss.backward() and step() of an optimizer of torch.optim that holds the "
-                "model's parameters."
-            )
-        elif evidence.calls.get("raised"):
-            action = "A call of the scaler raised an error: do what its message says."
-        return Finding("normal", "No step was seen yet.", action)
     were = "were" if evidence.skipped > 1 else "was"
     steps = f"{evidence.steps} {evidence.step_word}s"
     text = f"{evidence.skipped or 'None'} of {steps} {were} skipped"
@@ -169,14 +110,45 @@ def _normal(evidence: Evidence) -> Finding:
             steps=tuple(bad[-2:]),
         )
     if at_lowest := _at_lowest(evidence):
-        bad = [skip.step for skip in nan_skips(evidence)]
+        nan = nan_skips(evidence)
         text += f" at a scale that cannot fall, the last in step {at_lowest[-1]}"
-        text += f", where the gradient of {nan_gradient(evidence)} was NaN" if bad else ""
+        text += f", where the gradient of {nan[-1].nan} was NaN" if nan else ""
         action = "So few steps do no harm; look at their batches if more follow."
         return Finding("normal", f"{text}.", action, steps=at_lowest[-2:])
+    if evidence.skipped and (finding := _uncured(text, evidence)):
+        return finding
     if evidence.skipped:
         text += " while the loss scale settled, and a lower scale cured each overflow"
     return Finding("normal", f"{text}.", _nothing(evidence))
+
+
+def _unseen(evidence: Evidence) -> Finding:
+    """The finding for a run without a step."""
+    action = "Call step(optimizer) of the scaler that is watched."
+    if evidence.framework.is_recorded:
+        action = "Call monitor.record() after each step."
+    if not evidence.has_scaler:
+        action = (
+            "Call loss.backward() and step() of an optimizer of torch.optim that holds the model's "
+            "parameters."
+        )
+    elif evidence.events.count(Event.RAISED):
+        action = "A call of the scaler raised an error: do what its message says."
+    return Finding("normal", "No step was seen yet.", action)
+
+
+def _uncured(text: str, evidence: Evidence) -> Finding | None:
+    """Skips with NaN and no Inf, too few for a finding."""
+    if not (skips := uncured(evidence)):
+        return None
+    name, step = skips[-1].nan, skips[-1].step
+    return Finding(
+        "normal",
+        f"{text}, in step {step} with NaN and no Inf in the gradient of {name}.",
+        "A lower scale cures such a step only if an overflow made the NaN: look at its batch if "
+        "more follow.",
+        steps=tuple(skip.step for skip in skips[-2:]),
+    )
 
 
 def _at_lowest(evidence: Evidence) -> tuple[int, ...]:
@@ -187,7 +159,7 @@ def _at_lowest(evidence: Evidence) -> tuple[int, ...]:
 
 def _nothing(evidence: Evidence) -> str:
     """The action if nothing is unusual; it names parameters that never had a gradient."""
-    if evidence.sample is None and evidence.steps <= _SHORT:
+    if evidence.sample is None and evidence.steps <= SHORT:
         return f"Too short to judge: {evidence.steps} steps, no gradient read."
     if evidence.sample is None:
         seen = "skips and losses" if evidence.has_scaler else "losses"

@@ -6,30 +6,84 @@ import math
 from itertools import pairwise
 from statistics import median
 
+from gradscaler.diagnose._findings.detector import Phase, Role, detector
 from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._record.events import Event
 from gradscaler.diagnose._record.finding import Finding
+from gradscaler.diagnose._record.formats import format_named
+from gradscaler.diagnose._record.lines import Sample
 from gradscaler.diagnose._record.step import Before, Step
+from gradscaler.diagnose._record.thresholds import (
+    ALMOST_ALL,
+    EXACT_POWER,
+    FELL_WITH_SCALE,
+    FEW_CALLS,
+    FEW_SAMPLES,
+    HALF,
+    LARGEST_CLIP,
+    MANY,
+    SAME_NORM,
+    SCALE_JUMPED,
+    WARM_UP,
+)
 
-_WARM_UP = 30  # steps, which a training may compute in float32 before it goes to float16
-_FEW = 5  # steps or calls; fewer may be chance
-_FEW_SAMPLES = 2
-_HALF = 0.5  # of the parameters
-_EXACTLY = 0.3  # the largest distance of the power of the scale from 1 or 2
-_FALL = 1.3  # the least factor by which a loss falls
-_ALMOST_ALL = 0.9  # of the steps
-_MANY = 0.25  # of the steps
-_SAME = 2e-5  # relative difference of norms that are clipped to one number
-_JUMPED = 4.0  # times the scale of the run before
-_LARGEST_LIMIT = 1e3  # the largest number that people clip gradients to
+
+@detector(Phase.WRITES_NAN, in_streak=Role.CAUSE)
+def repeated(evidence: Evidence) -> Finding | None:
+    """Steps that an optimizer takes once more, beside those of its scaler."""
+    count = evidence.events.count(Event.REPEATED)
+    if count < FEW_CALLS:
+        return None
+    return Finding(
+        "misuse",
+        f"optimizer.step() was called {count} times beside step(optimizer) of the scaler, with the "
+        "same gradients: each step is taken twice, and one that is skipped for an Inf or a NaN is "
+        "taken all the same.",
+        "Leave out optimizer.step(): step(optimizer) of the scaler calls it. If the weights are "
+        "Inf or NaN, go back to a checkpoint.",
+        count=count,
+    )
 
 
+@detector(Phase.MISUSE)
+def unused(evidence: Evidence) -> Finding | None:
+    """Optimizers that never step because they have no gradients."""
+    count = evidence.events.count(Event.IDLE)
+    if evidence.steps or not count:
+        return None
+    step = "step(optimizer)" if evidence.has_scaler else "optimizer.step()"
+    return Finding(
+        "misuse",
+        f"{step} found no gradient in {count} calls, so nothing is trained.",
+        "Give the optimizer the parameters of the model that the loss comes from, not those of a "
+        "copy; look for item() or detach() before the loss; and call zero_grad() before the "
+        "backward pass, not after it.",
+        count=count,
+    )
+
+
+@detector(Phase.MISUSE)
+def disabled(evidence: Evidence) -> Finding | None:
+    """A scaler that is disabled in float16."""
+    count = evidence.events.count(Event.DISABLED)
+    if evidence.steps or count < FEW_CALLS:
+        return None
+    return Finding(
+        "misuse",
+        f"The scaler is disabled (enabled=False), and {count} forward passes computed in float16: "
+        "gradients below 6e-8 are flushed to 0, and no step is skipped if they overflow.",
+        "Enable the scaler, or run autocast with dtype=torch.bfloat16.",
+        count=count,
+    )
+
+
+@detector(Phase.MISUSE, in_streak=Role.CAUSE, at_bad_step=Role.BESIDE)
 def unzeroed(evidence: Evidence) -> Finding | None:
     """Gradients that were not zeroed after a step, whether it was applied or skipped."""
-    count, steps = evidence.calls.get("unzeroed", 0), evidence.steps
-    if count < max(_FEW, _MANY * steps):
+    count, steps = evidence.events.count(Event.UNZEROED), evidence.steps
+    if count < max(FEW_CALLS, MANY * steps):
         return None
-    named = {name: n for name, n in evidence.calls.items() if name.startswith("unzeroed ")}
-    where = max(named, key=lambda name: named[name], default="").partition(" ")[2] or None
+    where = evidence.events.place(Event.UNZEROED) or None
     whose = f" (those of {where})" if where else ""
     added, so, step = "to the gradients", "the sum of all gradients so far", "optimizer.step()"
     if evidence.has_scaler:
@@ -47,67 +101,110 @@ def unzeroed(evidence: Evidence) -> Finding | None:
     )
 
 
-def unused(evidence: Evidence) -> Finding | None:
-    """Optimizers that never step because they have no gradients."""
-    count = evidence.calls.get("idle", 0)
-    if evidence.steps or not count:
+@detector(Phase.MISUSE, needs_scaler=True, in_streak=Role.CAUSE)
+def scaled_in_loss(evidence: Evidence) -> Finding | None:
+    """A loss that depends on the loss scale, such as by a penalty on scaled gradients."""
+    # A skip leaves the parameters as they are, so the loss should stay about the same.
+    falls: list[Step] = []
+    latest: list[Step] = []
+    for before, after in pairwise(evidence.past):
+        is_fall = before.skipped and after.scale < before.scale and _falls(before, after)
+        latest = [*(latest or [before]), after] if is_fall else []
+        falls = max(falls, latest, key=len)
+    if len(falls) < FEW_CALLS:
         return None
-    step = "step(optimizer)" if evidence.has_scaler else "optimizer.step()"
+    powers = [
+        math.log(before.loss / after.loss) / math.log(before.scale / after.scale)
+        for before, after in pairwise(falls)
+        if before.loss and after.loss
+    ]
+    power = median(powers)
+    if min(abs(power - 1), abs(power - 2)) > EXACT_POWER:  # the powers of a norm and its square
+        return None
+    first, last = falls[0], falls[-1]
     return Finding(
         "misuse",
-        f"{step} found no gradient in {count} calls, so nothing is trained.",
-        "Give the optimizer the parameters of the model that the loss comes from, not those of a "
-        "copy; look for item() or detach() before the loss; and call zero_grad() before the "
-        "backward pass, not after it.",
-        count=count,
+        f"The loss falls with the loss scale, from {first.loss:g} at {first.scale:g} in step "
+        f"{first.step} to {last.loss:g} at {last.scale:g} in step {last.step}, so it holds "
+        "something that is multiplied by the scale, as a penalty on gradients does.",
+        "Multiply the gradients of autograd.grad(scaler.scale(loss), ...) by 1 / "
+        "scaler.get_scale() before the penalty, and call scale() once for each loss.",
+        steps=(first.step, last.step),
+        count=len(falls),
     )
 
 
-def disabled(evidence: Evidence) -> Finding | None:
-    """A scaler that is disabled in float16."""
-    count = evidence.calls.get("disabled", 0)
-    if evidence.steps or count < _FEW:
+def _falls(before: Step, after: Step) -> bool:
+    """Whether a finite loss fell from one step to the next, as one does that follows the scale."""
+    if not before.loss or not after.loss or before.has_bad_loss or after.has_bad_loss:
+        return False
+    return before.loss > FELL_WITH_SCALE * after.loss > 0
+
+
+@detector(Phase.MISUSE, needs_scaler=True, in_streak=Role.BESIDE)
+def still_scaled(evidence: Evidence) -> Finding | None:
+    """Recorded gradients that were not divided by the scale: times the scale, they leave the dtype.
+
+    In a step that was applied, no gradient that is computed in the dtype can. Some may be computed
+    in float32, so it has to be most of them.
+    """
+    if not evidence.framework.is_recorded:  # else the monitor reads them itself
         return None
-    return Finding(
-        "misuse",
-        f"The scaler is disabled (enabled=False), and {count} forward passes computed in float16: "
-        "gradients below 6e-8 are flushed to 0, and no step is skipped if they overflow.",
-        "Enable the scaler, or run autocast with dtype=torch.bfloat16.",
-        count=count,
-    )
-
-
-def repeated(evidence: Evidence) -> Finding | None:
-    """Steps that an optimizer takes once more, beside those of its scaler."""
-    count = evidence.calls.get("repeated", 0)
-    if count < _FEW:
+    skipped = {step.step for step in evidence.past if step.skipped}
+    applied = [sample for sample in evidence.measured if sample.step not in skipped]
+    bad = [sample for sample in applied if _leave_dtype(sample, evidence.dtype)]
+    if len(bad) < FEW_SAMPLES:
         return None
+    step, scale, largest = bad[-1].step, bad[-1].scale, bad[-1].largest
     return Finding(
         "misuse",
-        f"optimizer.step() was called {count} times beside step(optimizer) of the scaler, with the "
-        "same gradients: each step is taken twice, and one that is skipped for an Inf or a NaN is "
-        "taken all the same.",
-        "Leave out optimizer.step(): step(optimizer) of the scaler calls it. If the weights are "
-        "Inf or NaN, go back to a checkpoint.",
-        count=count,
-    )
-
-
-def unscaled_loss(evidence: Evidence) -> Finding | None:
-    """Losses that are not scaled although their gradients are unscaled."""
-    count, steps = evidence.calls.get("lossless", 0), evidence.steps
-    if evidence.world_size > 1 or count < max(_FEW, _ALMOST_ALL * steps):
-        return None  # in several processes, another one may scale the loss
-    return Finding(
-        "misuse",
-        f"In {count} of {steps} steps, no loss was given to scale(), and step() divided the "
-        "gradients by the loss scale all the same, so they are that much too small.",
-        "Call scaler.scale(loss).backward() in place of loss.backward().",
-        count=count,
+        f"In step {step}, most of the recorded gradients, of up to {largest:g}, leave "
+        f"{evidence.dtype} if they are multiplied by the loss scale of {scale:g}, and yet the step "
+        "was applied: they are multiplied by it already, or not computed in that dtype.",
+        "Give record() unscaled gradients: divide them by the scale that the step began with, in "
+        "Keras by optimizer.loss_scale before apply(). If nothing is computed in "
+        f"{evidence.dtype}, leave loss scaling out.",
+        steps=tuple(sample.step for sample in bad[-2:]),
+        count=len(bad),
         is_certain=False,
     )
 
 
+def _leave_dtype(sample: Sample, dtype: str) -> bool:
+    """Whether more than half of the gradients of a sample leave a dtype, times the loss scale."""
+    bins = [each.histogram for each in sample.parameters.values() if each.histogram.counts]
+    largest = [math.ldexp(sample.scale, own.first + len(own.counts) - 1) for own in bins]
+    beyond = sum(each > format_named(dtype).largest for each in largest)
+    return sample.scale > 1 and beyond > HALF * len(bins)
+
+
+def _one_limit(values: list[float]) -> float | None:
+    """The two-digit number that all values agree with, such as a clipping limit, or None."""
+    if not values or not 0 < min(values) <= max(values) < math.inf:
+        return None
+    limit = float(f"{values[0]:.2g}")
+    is_one = all(abs(value - limit) <= SAME_NORM * limit for value in values)
+    return limit if is_one and limit <= LARGEST_CLIP else None
+
+
+@detector(Phase.MISUSE, needs_scaler=True, in_streak=Role.BESIDE)
+def mixed(evidence: Evidence) -> Finding | None:
+    """Steps on gradients of which a part is still scaled."""
+    count = evidence.events.count(Event.MIXED)
+    if not count:
+        return None
+    return Finding(
+        "misuse",
+        f"In {count} of {evidence.steps} steps, the backward pass of a scaled loss came after "
+        "unscale_(optimizer), and added scaled gradients to the unscaled ones: they were applied "
+        "multiplied by the loss scale.",
+        "Call unscale_(optimizer) after the last backward pass that reaches its parameters, or "
+        "step(optimizer) before another optimizer's loss.",
+        count=count,
+    )
+
+
+@detector(Phase.MISUSE, needs_scaler=True, in_streak=Role.BESIDE)
 def clipped_while_scaled(evidence: Evidence) -> Finding | None:
     """Gradients that are clipped to a limit while they are still scaled."""
     samples = evidence.measured
@@ -130,21 +227,13 @@ def clipped_while_scaled(evidence: Evidence) -> Finding | None:
     )
 
 
-def _one_limit(values: list[float]) -> float | None:
-    """The two-digit number that all values agree with, such as a clipping limit, or None."""
-    if not values or not 0 < min(values) <= max(values) < math.inf:
-        return None
-    limit = float(f"{values[0]:.2g}")
-    is_one = all(abs(value - limit) <= _SAME * limit for value in values)
-    return limit if is_one and limit <= _LARGEST_LIMIT else None
-
-
+@detector(Phase.MISUSE, needs_scaler=True, in_streak=Role.BESIDE)
 def updated_too_often(evidence: Evidence) -> Finding | None:
     """Calls of ``update`` between micro-batches, or between optimizers."""
-    calls, steps = evidence.calls, evidence.steps
+    events, steps = evidence.events, evidence.steps
     # A guard leaves out steps with a large norm, and their gradients are zeroed.
-    unstepped = calls.get("unstepped", 0) - calls.get("left_out", 0)
-    if unstepped >= max(_FEW, _MANY * (unstepped + steps)):
+    unstepped = events.count(Event.UNSTEPPED) - events.count(Event.LEFT_OUT)
+    if unstepped >= max(FEW_CALLS, MANY * (unstepped + steps)):
         return Finding(
             "misuse",
             f"update() was called {unstepped} times after unscale_(optimizer) without a step, "
@@ -154,8 +243,8 @@ def updated_too_often(evidence: Evidence) -> Finding | None:
             "micro-batch's backward pass.",
             count=unstepped,
         )
-    switched, unscaled = calls.get("switched", 0), calls.get("unscaled", 0)
-    if unscaled < max(_FEW, _MANY * steps) and switched < max(_FEW, _ALMOST_ALL * steps):
+    switched, unscaled = events.count(Event.SWITCHED), events.count(Event.UNSCALED)
+    if unscaled < max(FEW_CALLS, MANY * steps) and switched < max(FEW_CALLS, ALMOST_ALL * steps):
         return None
     return Finding(
         "misuse",
@@ -166,49 +255,79 @@ def updated_too_often(evidence: Evidence) -> Finding | None:
     )
 
 
-def scaled_in_loss(evidence: Evidence) -> Finding | None:
-    """A loss that depends on the loss scale, such as by a penalty on scaled gradients."""
-    # A skip leaves the parameters as they are, so the loss should stay about the same.
-    falls: list[Step] = []
-    latest: list[Step] = []
-    for before, after in pairwise(evidence.past):
-        is_fall = before.skipped and after.scale < before.scale and _falls(before, after)
-        latest = [*(latest or [before]), after] if is_fall else []
-        falls = max(falls, latest, key=len)
-    if len(falls) < _FEW:
-        return None
-    powers = [
-        math.log(before.loss / after.loss) / math.log(before.scale / after.scale)
-        for before, after in pairwise(falls)
-        if before.loss and after.loss
-    ]
-    power = median(powers)
-    if min(abs(power - 1), abs(power - 2)) > _EXACTLY:  # the powers of a norm and its square
-        return None
-    first, last = falls[0], falls[-1]
+@detector(Phase.MISUSE, needs_scaler=True)
+def unscaled_loss(evidence: Evidence) -> Finding | None:
+    """Losses that are not scaled although their gradients are unscaled."""
+    count, steps = evidence.events.count(Event.LOSSLESS), evidence.steps
+    if evidence.world_size > 1 or count < max(FEW_CALLS, ALMOST_ALL * steps):
+        return None  # in several processes, another one may scale the loss
     return Finding(
         "misuse",
-        f"The loss falls with the loss scale, from {first.loss:g} at {first.scale:g} in step "
-        f"{first.step} to {last.loss:g} at {last.scale:g} in step {last.step}, so it holds "
-        "something that is multiplied by the scale, as a penalty on gradients does.",
-        "Multiply the gradients of autograd.grad(scaler.scale(loss), ...) by 1 / "
-        "scaler.get_scale() before the penalty, and call scale() once for each loss.",
-        steps=(first.step, last.step),
-        count=len(falls),
+        f"In {count} of {steps} steps, no loss was given to scale(), and step() divided the "
+        "gradients by the loss scale all the same, so they are that much too small.",
+        "Call scaler.scale(loss).backward() in place of loss.backward().",
+        count=count,
+        is_certain=False,
     )
 
 
-def _falls(before: Step, after: Step) -> bool:
-    """Whether a finite loss fell by more than a factor of ``_FALL`` from one step to the next."""
-    if not before.loss or not after.loss or before.has_bad_loss or after.has_bad_loss:
+@detector(Phase.RESTART, needs_scaler=True, in_streak=Role.BESIDE)
+def restarted(evidence: Evidence) -> Finding | None:
+    """A run that continues an earlier one without the state of its scaler."""
+    before, first = evidence.before, evidence.first
+    if first is None:
+        return None
+    if evidence.events.count(Event.RESUMED) and first.skipped:
+        cause = (
+            "The optimizer has the state of an earlier run, but the scaler starts from "
+            f"{first.scale:g}, which overflows in its first step"
+        )
+    elif before is not None and _continues(first, before):
+        cause = (
+            f"The run before ended at a loss scale of {before.scale:g}, and this one continues its "
+            f"training from {first.scale:g} in step {first.step}"
+        )
+    else:
+        return None
+    return Finding(
+        "restart",
+        f"{cause}, so the scaler's state was not loaded.",
+        "Save scaler.state_dict() with the model and the optimizer, and load it where they are "
+        "loaded.",
+        steps=(first.step,),
+    )
+
+
+def _continues(first: Step, before: Before) -> bool:
+    """Whether a first step continues the previous run's training at a different scale."""
+    if first.loss is None or 1 / SCALE_JUMPED < first.scale / before.scale < SCALE_JUMPED:
         return False
-    return before.loss > _FALL * after.loss > 0
+    improved = abs(before.first_loss - before.last_loss)
+    return abs(first.loss - before.last_loss) < improved / 2
 
 
+@detector(Phase.MODE)
+def evaluating(evidence: Evidence) -> Finding | None:
+    """Steps of a model that was left in evaluation mode."""
+    count, steps = evidence.events.count(Event.EVALUATING), evidence.steps
+    if count < max(FEW_CALLS, MANY * steps):
+        return None
+    return Finding(
+        "misuse",
+        f"In {count} of {steps} steps, the model was in evaluation mode, after others in training "
+        "mode: dropout drops nothing, and batch normalization keeps its old statistics.",
+        "Call model.train() after each validation, before the next batch. To keep some layers in "
+        "evaluation mode, call eval() on those alone.",
+        count=count,
+        is_certain=False,
+    )
+
+
+@detector(Phase.STALLED, in_streak=Role.BESIDE)
 def stalled(evidence: Evidence) -> Finding | None:
     """16-bit parameters whose updates are lost in rounding."""
-    shares = evidence.unmoved[-_FEW_SAMPLES:]
-    if not shares or min(shares) < _HALF:
+    shares = evidence.unmoved[-FEW_SAMPLES:]
+    if not shares or min(shares) < HALF:
         return None
     return Finding(
         "stalled",
@@ -220,10 +339,11 @@ def stalled(evidence: Evidence) -> Finding | None:
     )
 
 
+@detector(Phase.DTYPE, needs_scaler=True)
 def full_precision(evidence: Evidence) -> Finding | None:
     """Backward passes that compute nothing in float16."""
     dtypes = evidence.backward
-    if evidence.steps <= _WARM_UP:
+    if evidence.steps <= WARM_UP:
         return None
     if evidence.dtype != "float16" or not dtypes or dtypes & {"float16", "unknown"}:
         return None
@@ -249,6 +369,7 @@ def full_precision(evidence: Evidence) -> Finding | None:
     )
 
 
+@detector(Phase.DTYPE, at_bad_step=Role.BESIDE)
 def without_scaling(evidence: Evidence) -> Finding | None:
     """Backward passes in float16 whose loss nothing scales."""
     bad = evidence.bad_step
@@ -272,37 +393,3 @@ def without_scaling(evidence: Evidence) -> Finding | None:
         "nothing), or train in bfloat16 (torch.autocast(device, dtype=torch.bfloat16)).",
         is_certain=False,
     )
-
-
-def restarted(evidence: Evidence) -> Finding | None:
-    """A run that continues an earlier one without the state of its scaler."""
-    before, first = evidence.before, evidence.first
-    if first is None:
-        return None
-    if evidence.calls.get("resumed") and first.skipped:
-        cause = (
-            "The optimizer has the state of an earlier run, but the scaler starts from "
-            f"{first.scale:g}, which overflows in its first step"
-        )
-    elif before is not None and _continues(first, before):
-        cause = (
-            f"The run before ended at a loss scale of {before.scale:g}, and this one continues its "
-            f"training from {first.scale:g} in step {first.step}"
-        )
-    else:
-        return None
-    return Finding(
-        "restart",
-        f"{cause}, so the scaler's state was not loaded.",
-        "Save scaler.state_dict() with the model and the optimizer, and load it where they are "
-        "loaded.",
-        steps=(first.step,),
-    )
-
-
-def _continues(first: Step, before: Before) -> bool:
-    """Whether a first step continues the previous run's training at a different scale."""
-    if first.loss is None or 1 / _JUMPED < first.scale / before.scale < _JUMPED:
-        return False
-    improved = abs(before.first_loss - before.last_loss)
-    return abs(first.loss - before.last_loss) < improved / 2

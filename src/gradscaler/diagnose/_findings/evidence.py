@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
+from gradscaler.diagnose._findings.frameworks import Framework, framework_named
 from gradscaler.diagnose._gradients.fitting_scales import MOST_SAMPLES, has_sizes
+from gradscaler.diagnose._record.events import Event, Events
+from gradscaler.diagnose._record.failure import Failure
 from gradscaler.diagnose._record.formats import format_named
 from gradscaler.diagnose._record.lines import (
     BadStep,
@@ -18,8 +21,9 @@ from gradscaler.diagnose._record.lines import (
     VerdictLine,
     Watched,
 )
-from gradscaler.diagnose._record.located import Located
+from gradscaler.diagnose._record.located import BadGradient, Located
 from gradscaler.diagnose._record.step import Before, Step
+from gradscaler.diagnose._record.thresholds import LATEST_SAMPLES, SETTLING_SKIPS
 from gradscaler.outcome import HISTORY_LENGTH
 from gradscaler.policies import FixedScale, is_fixed
 
@@ -46,7 +50,6 @@ class Evidence:
     lost_eps: float | None = None  # an optimizer's eps that is 0, also in its float16
     weights: tuple[float, float] | None = None  # the parameters' norm, first and in that streak
     located: Located | None = None  # the first Inf or NaN of that streak
-    is_replayed: bool = False  # whether a replay found `located`, which knows no modules
     watched: Located | None = None  # the latest Inf or NaN found in a watched step
     sample: Sample | None = None  # the latest sample with shares
     sizes: tuple[Sample, ...] = ()  # the latest samples with nonzero gradients
@@ -61,13 +64,15 @@ class Evidence:
     measured: tuple[Sample, ...] = ()  # the latest samples with finite gradients
     peaks: tuple[tuple[int, float], ...] = ()  # the largest gradient by sampled step, unscaled
     backward: frozenset[str] = frozenset()  # the dtypes that backward passes compute in, if known
-    calls: Mapping[str, int] = field(default_factory=dict)  # see Sample.calls
+    events: Events = field(default_factory=Events)
     missing: tuple[str, ...] | None = None  # parameters without a gradient in any sample
     cut: Mapping[str, str] = field(default_factory=dict)  # see Sample.cut
     earlier: VerdictLine | None = None  # the verdict on an earlier streak
     optimizers: Optimizers | None = None  # in the latest sample that looked at them
     rates: tuple[tuple[int, float], ...] = ()  # the learning rate by step: first and latest samples
     has_scaler: bool = True  # whether losses are scaled
+    framework: Framework = field(default_factory=partial(framework_named, "torch", {}))
+    ended: str | None = None  # see Watched
     bad_step: BadStep | None = None  # the first that was applied, else one that was left out
 
     @property
@@ -76,14 +81,19 @@ class Evidence:
         return self.world_size > 1 and self.is_finite_here
 
     @property
+    def failures(self) -> tuple[Failure, ...]:
+        """The latest inspected skips of the run."""
+        return tuple(skip.failure for skip in self.inspected)
+
+    @property
     def step_word(self) -> str:
         """A word for a step; if optimizers take turns, as in a GAN, the user counts fewer."""
-        return "optimizer step" if self.calls.get("switched") else "step"
+        return "optimizer step" if self.events.count(Event.SWITCHED) else "step"
 
     @property
     def has_many_skips(self) -> bool:
         """Whether more steps were skipped than a loss scale needs to settle."""
-        return self.skipped > max(_FEW, self.steps / 10)
+        return self.skipped > max(SETTLING_SKIPS, self.steps / 10)
 
     @property
     def is_in_float16(self) -> bool | None:
@@ -95,7 +105,7 @@ class Evidence:
     @property
     def is_scaled_by_hand(self) -> bool:
         """Whether the script multiplies its loss by a scale, which is not known, for float16."""
-        is_seen = bool(self.calls.get("by_hand")) and not self.has_scaler
+        is_seen = bool(self.events.count(Event.BY_HAND)) and not self.has_scaler
         return is_seen and self.is_in_float16 is True
 
     @property
@@ -105,7 +115,7 @@ class Evidence:
             return None
         return next(name for name in (*_RANGES, *sorted(self.backward)) if name in self.backward)
 
-    def is_close_to_overflow(self, step: Step | Skip, share: float) -> bool:
+    def is_close_to_overflow(self, step: Step | Failure, share: float) -> bool:
         """Whether gradients came close to overflow at a step's scale, by the nearest sample.
 
         They did if the largest reached ``share`` of the dtype's largest number. Before the first
@@ -129,7 +139,7 @@ class Evidence:
         """
         if self.watched is None or skip.loss is None:
             return None
-        is_backward = self.watched.kind == "backward"
+        is_backward = isinstance(self.watched, BadGradient)
         return self.watched if is_backward == math.isfinite(skip.loss) else None
 
     def after(self, line: Sample | Skip | BadStep | VerdictLine | Watched) -> Evidence:
@@ -145,7 +155,8 @@ class Evidence:
                 watched=_more_telling(self.watched, line.located),
                 parameter=line.parameter or self.parameter,
                 state=line.state or self.state,
-                calls=Counter(self.calls) + Counter(line.calls),
+                ended=line.ended or self.ended,
+                events=self.events.after(line.calls),
             )
         if isinstance(line, VerdictLine):
             return replace(self, earlier=_better(self.earlier, line))
@@ -155,12 +166,12 @@ class Evidence:
             return self
         measured, peaks = self.measured, self.peaks
         if line.norm is not None and 0 < line.norm < math.inf:
-            measured = (*measured, line)[-_LATEST:]
+            measured = (*measured, line)[-LATEST_SAMPLES:]
             peaks = (*peaks, (line.step, _largest(line)))[-HISTORY_LENGTH:]
         unmoved = self.unmoved
         # Skipped steps move no parameter, so a sample of mostly skips shows no lost update.
         if line.unmoved is not None and len(line.skips) < line.steps / 2:
-            unmoved = (*unmoved, line.unmoved)[-_LATEST:]
+            unmoved = (*unmoved, line.unmoved)[-LATEST_SAMPLES:]
         missing, cut = self.missing, self.cut if line.cut is None else line.cut
         if line.shares is not None:
             before = line.missing if missing is None else missing
@@ -184,7 +195,7 @@ class Evidence:
             optimizers=line.optimizers or self.optimizers,
             rates=(*self.rates[:1], *(*self.rates[1:], *_rate_of(line))[-HISTORY_LENGTH:]),
             backward=self.backward.union(line.backward),
-            calls=Counter(self.calls) + Counter(line.calls),
+            events=self.events.after(line.calls),
         )
 
 
@@ -215,9 +226,7 @@ def min_scale_of(policy: object) -> float | None:
     return None
 
 
-_LATEST = 10  # samples
 _RANGES = "float16", "bfloat16", "float32"  # the narrowest first, as numbers leave it first
-_FEW = 20  # skips that a loss scale may need to settle: 16 halvings take 65536, the default, to 1
 
 
 def _more_telling(before: Located | None, found: Located | None) -> Located | None:

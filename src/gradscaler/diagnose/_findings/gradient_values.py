@@ -7,30 +7,35 @@ from collections import Counter
 from collections.abc import Mapping
 
 from gradscaler.diagnose._findings.advice import at_any_scale
+from gradscaler.diagnose._findings.detector import Phase, detector
 from gradscaler.diagnose._findings.evidence import Evidence
-from gradscaler.diagnose._findings.nan_skips import LARGE_LOSS
 from gradscaler.diagnose._gradients.fitting_scales import Fit, fades, fit_of
+from gradscaler.diagnose._operations.operation import Role
+from gradscaler.diagnose._operations.rows import names_with
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.formats import format_named
 from gradscaler.diagnose._record.lines import ParameterSample, Sample
 from gradscaler.diagnose._record.step import Step
+from gradscaler.diagnose._record.thresholds import (
+    DEAD,
+    HEADROOM,
+    LARGE_LOSS,
+    LARGE_SCALE,
+    LOST,
+    SETTLED,
+    STOOD,
+    UNFED_SAMPLES,
+)
 
-_LOST = 0.05  # the share of gradients that are flushed, or zero beside many small ones
-_DEAD = 0.9  # the share of gradients that are exactly 0
-_FEW_SAMPLES = 4
-_SETTLED = 10  # steps; an adapter may start from 0
-_STOOD = 0.9  # times the first loss
-_HEADROOM = 4.0  # a larger scale fits if the largest gradient can double this often
-_LARGE_SCALE = 2.0**10  # at this scale, underflow does not make all gradients 0
-
-STEPS = "sign", "sgn", "round", "floor", "ceil", "trunc"  # their slope is 0 everywhere
-SATURATED = "tanh", "sigmoid", "hardsigmoid", "softmax"  # their slope may round to 0
-ENDED = "relu", "threshold", "clamp", "clamp_min", "clamp_max", "hardtanh"  # slope 0 at an end
-ENDS_UNITS = frozenset({*SATURATED, *ENDED})  # if a step was too large
+_STEPS, _SATURATED = names_with(Role.STEPS), names_with(Role.SATURATES)
+ENDED = names_with(Role.ENDS)
+ENDS_UNITS = _SATURATED | ENDED  # if a step was too large
+BLOCKS = _STEPS | ENDS_UNITS  # what may block a gradient
 CHECKPOINT = "checkpoint"  # stands for a reentrant one whose inputs require no gradient
 CUT = ""  # stands for an operation where the graph is cut, such as by detach()
 
 
+@detector(Phase.DEAD)
 def cut_off(evidence: Evidence) -> Finding | None:
     """Parameters that the model uses but no gradient reaches."""
     sample, cut = evidence.sample, evidence.cut
@@ -38,7 +43,7 @@ def cut_off(evidence: Evidence) -> Finding | None:
         return None
     operations = Counter(cut.values())
     ((by, _),) = operations.most_common(1)
-    may_cut_all = by in (*STEPS, *ENDED) and _has_stood(evidence.first, sample)
+    may_cut_all = by in _STEPS | ENDED and _has_stood(evidence.first, sample)
     if not may_cut_all and not sample.parameters.keys() - cut.keys():
         return None
     names = [name for name, operation in cut.items() if operation == by]
@@ -69,17 +74,17 @@ def cut_off(evidence: Evidence) -> Finding | None:
             ),
             where,
         )
-    whole = "everywhere" if by in STEPS else "for all of its inputs"
+    whole = "everywhere" if by in _STEPS else "for all of its inputs"
     try_ = (
         "look at the biases before it and the learning rate, normalise its inputs, or take a "
         "function with a slope on both sides (leaky_relu, gelu)"
     )
-    if by in STEPS:
+    if by in _STEPS:
         try_ = (
             "take a smooth function in its place (tanh for sign), or let the gradient pass as if "
             f"it were not there: x + (x.{by}() - x).detach()"
         )
-    elif by in SATURATED:
+    elif by in _SATURATED:
         try_ = (
             "they are too far from 0 or from each other: normalise them, start from smaller "
             "weights, or lower the learning rate"
@@ -97,13 +102,14 @@ def _has_stood(first: Step | None, sample: Sample) -> bool:
     """Whether a loss has not fallen, as a hinge loss does until its gradients end."""
     if first is None or first.loss is None or sample.loss is None:
         return False
-    return abs(sample.loss) > _STOOD * abs(first.loss)
+    return abs(sample.loss) > STOOD * abs(first.loss)
 
 
+@detector(Phase.DEAD)
 def dead(evidence: Evidence) -> Finding | None:
     """Gradients that are exactly 0 for another reason than underflow."""
     sample = evidence.sample
-    if sample is None or sample.shares is None or sample.shares.zero < _DEAD:
+    if sample is None or sample.shares is None or sample.shares.zero < DEAD:
         return None
     if sample.loss == 0:  # such as a hinge loss that has nothing left to improve
         return None
@@ -113,7 +119,7 @@ def dead(evidence: Evidence) -> Finding | None:
     if not evidence.has_scaler and not evidence.is_in_float16:
         is_small = False  # nothing underflows
     elif is_all:  # zeros right after large gradients are no underflow: a softmax may saturate
-        is_small = sample.scale < _LARGE_SCALE and not evidence.reached_one(sample.scale)
+        is_small = sample.scale < LARGE_SCALE and not evidence.reached_one(sample.scale)
         is_small = is_small and not evidence.is_scaled_by_hand
     else:
         is_small = any(map(fades, parameters.values()))
@@ -154,10 +160,11 @@ def dead(evidence: Evidence) -> Finding | None:
     )
 
 
+@detector(Phase.DEAD)
 def unfed(evidence: Evidence) -> Finding | None:
     """A layer whose inputs are all 0: its bias has a gradient, and its weight has none."""
-    latest = [sample for sample in evidence.measured if sample.step >= _SETTLED]
-    if len(latest) < _FEW_SAMPLES:
+    latest = [sample for sample in evidence.measured if sample.step >= SETTLED]
+    if len(latest) < UNFED_SAMPLES:
         return None
     names = (name for name in latest[-1].parameters if name.rpartition(".")[2] == "weight")
     name = next((name for name in names if all(_is_unfed(name, each) for each in latest)), None)
@@ -181,7 +188,7 @@ def unfed(evidence: Evidence) -> Finding | None:
 def _is_unfed(weight: str, sample: Sample) -> bool:
     found = sample.parameters.get(weight)
     bias = sample.parameters.get(weight.removesuffix("weight") + "bias")
-    return found is not None and found.zero == 1 and bias is not None and bias.zero < _DEAD
+    return found is not None and found.zero == 1 and bias is not None and bias.zero < DEAD
 
 
 def _whatever_the_scale(action: str, evidence: Evidence) -> str:
@@ -199,6 +206,7 @@ def _nearest_the_loss(parameters: Mapping[str, ParameterSample]) -> str | None:
     return next((module for module in reversed(modules) if modules[module] and module), None)
 
 
+@detector(Phase.SIZE, needs_scaler=True)
 def too_small(evidence: Evidence) -> Finding | None:
     """Underflow if a larger scale would fit, or a range that no scale fits."""
     sample = evidence.sample
@@ -212,7 +220,7 @@ def too_small(evidence: Evidence) -> Finding | None:
     nonzero = 1 - shares.zero - shares.nonfinite
     small = shares.flushed + shares.subnormal
     # A ReLU makes zeros too. Only zeros beside many small gradients show underflow.
-    lost = shares.flushed >= _LOST or (shares.zero >= _LOST and small > nonzero / 4)
+    lost = shares.flushed >= LOST or (shares.zero >= LOST and small > nonzero / 4)
     headroom = math.inf
     if bins.counts:
         largest = bins.first + len(bins.counts) + math.log2(sample.scale)
@@ -224,7 +232,7 @@ def too_small(evidence: Evidence) -> Finding | None:
         return None
     else:
         lost = True
-    if not lost or headroom < _HEADROOM:
+    if not lost or headroom < HEADROOM:
         return None
     factor = "" if math.isinf(headroom) else f" by a factor of up to 2**{math.floor(headroom) - 1}"
     worst = sample.worst[0] if sample.worst else None
@@ -254,7 +262,7 @@ def _has_no_loss(sample: Sample, evidence: Evidence) -> bool:
         return False
     fit = fit_of(evidence.sizes, evidence.dtype)
     fits = fit is not None and sample.scale >= 2.0**fit.whole.low
-    return fits or sample.scale >= _LARGE_SCALE
+    return fits or sample.scale >= LARGE_SCALE
 
 
 def _range(fit: Fit, loss: float) -> Finding:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from gradscaler.diagnose._findings.detector import Detector, Phase, Role, detector
 from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._record.events import Event
 from gradscaler.diagnose._record.finding import Finding
+from gradscaler.diagnose._record.thresholds import FEW_SAMPLES
 
-_FEW_SAMPLES = 2
 
-
+@detector(Phase.AWAY, at_bad_step=Role.CAUSE)
 def unbounded(evidence: Evidence) -> Finding | None:
     """A loss that is negative although its operation never is for targets as they should be."""
-    if evidence.calls.get("negative", 0) < _FEW_SAMPLES:
+    if evidence.events.count(Event.NEGATIVE) < FEW_SAMPLES:
         return None
     return Finding(
         "divergence",
@@ -20,23 +20,22 @@ def unbounded(evidence: Evidence) -> Finding | None:
         "are probabilities (or their logarithms, for nll_loss): the loss has no lower bound.",
         "Bring the targets into 0 to 1 (a mask of 255, labels of -1 and 1, a soft label), and give "
         "nll_loss the output of log_softmax.",
-        count=evidence.calls["negative"],
+        count=evidence.events.count(Event.NEGATIVE),
     )
 
 
-def _at_a_place(
-    call: str, kind: str, cause: str, action: str
-) -> Callable[[Evidence], Finding | None]:
-    """The detector of a call that samples count by its place; see ``Sample.calls``.
+def _at_a_place(phase: Phase, event: Event, kind: str, cause: str, action: str) -> Detector:
+    """The detector of an event that samples count by its place.
 
     ``cause`` and ``action`` may name ``{place}``, ``{operation}`` and ``{count}``.
     """
 
+    @detector(phase)
     def detect(evidence: Evidence) -> Finding | None:
-        count = evidence.calls.get(call, 0)
-        if count < _FEW_SAMPLES:
+        count = evidence.events.count(event)
+        if count < FEW_SAMPLES:
             return None
-        place = place_of(call, evidence)
+        place = evidence.events.place(event)
         operation, _, rest = place.partition(" at ")
         known = {"place": place, "operation": operation, "count": count}
         line = rest.partition(" makes ")[0] or None
@@ -46,7 +45,8 @@ def _at_a_place(
 
 
 absorbed = _at_a_place(
-    "absorbed",
+    Phase.ABSORBED,
+    Event.ABSORBED,
     "activations",
     "The forward pass divides by an Inf of float16, in {place}, in each of {count} samples: the "
     "quotient and its gradient are exactly 0, though the loss is finite.",
@@ -54,7 +54,8 @@ absorbed = _at_a_place(
     "is Inf in float16.",
 )
 normalised_twice = _at_a_place(
-    "twice",
+    Phase.LOSS,
+    Event.TWICE,
     "misuse",
     "The loss takes logits and is given probabilities, the output of {place}: it normalises them "
     "once more, so it cannot come near 0, and its gradients are small.",
@@ -62,14 +63,16 @@ normalised_twice = _at_a_place(
     "own; or give the logarithm of probabilities to nll_loss.",
 )
 across = _at_a_place(
-    "across",
+    Phase.LOSS,
+    Event.ACROSS,
     "misuse",
     "nll_loss takes the classes along dim 1, and {place} is along dim 0: the probabilities of a "
     "class add up to 1 over the batch, not those of a row over the classes.",
     "Call log_softmax with dim=1, or give the logits to cross_entropy.",
 )
 broadcast = _at_a_place(
-    "broadcast",
+    Phase.LOSS,
+    Event.BROADCAST,
     "misuse",
     "The loss compares each output with each target of the batch, not with its own: {place}, by "
     "broadcasting.",
@@ -77,16 +80,11 @@ broadcast = _at_a_place(
     "[n, 1], or unsqueeze(-1) the others. Else outputs become the mean of the targets.",
 )
 unregistered = _at_a_place(
-    "unregistered",
+    Phase.MISUSE,
+    Event.UNREGISTERED,
     "misuse",
     "The model does not know {place}, in a list or dict, though the loss depends on them: "
     "model.parameters() leaves them out, and nothing moves them.",
     "Keep layers in nn.ModuleList or nn.ModuleDict, parameters in nn.ParameterList, and make the "
     "optimizer after them; or call requires_grad_(False) on those that are meant to stay.",
 )
-
-
-def place_of(call: str, evidence: Evidence) -> str:
-    """The place that most samples show for a call, such as ``"sub at train.py:7"``."""
-    places = {name: n for name, n in evidence.calls.items() if name.startswith(f"{call} ")}
-    return max(places, key=lambda name: places[name]).partition(" ")[2]

@@ -7,24 +7,29 @@ from collections.abc import Sequence
 
 from gradscaler.diagnose._findings import gradient_values
 from gradscaler.diagnose._findings.advice import at_line, of_operation, seen_in
+from gradscaler.diagnose._findings.case import Case, now_and_then
+from gradscaler.diagnose._findings.detector import Phase, detector
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.optimizers import growth_of_rate
 from gradscaler.diagnose._findings.over_time import are_many, place_of, when
 from gradscaler.diagnose._record.finding import Finding
+from gradscaler.diagnose._record.located import Given, Made, MadeOutside
 from gradscaler.diagnose._record.step import Step
+from gradscaler.diagnose._record.thresholds import (
+    EXPLODED,
+    FAILS_OFTEN,
+    LEAST_EXPLODED,
+    LISTED,
+    RAN_AWAY,
+    RECENT,
+    SOON,
+    STILL_GROWS,
+    WEIGHTS_GREW,
+    WEIGHTS_GREW_A_LITTLE,
+)
 
-EXPLODED = 50.0  # times the loss before
-_GREW = 10.0  # times the norm of the first weights
-_GREW_A_LITTLE = 1.5
-_STILL_GROWS = 1.5  # times the loss half as long ago
-_RECENT = 20  # steps
-_SOON = 5  # steps from an exploded loss to an overflow that it explains, or from the start
-_LEAST_EXPLODED = 5.0  # a critic's first loss may be near 0, and any later one is large beside it
-_FEW = 3  # steps that a finding lists
-_RAN_AWAY = 1e3  # times the first loss; targets that grow by design rarely take the weights along
-_OFTEN = 0.3  # the share of the latest steps that fail if it diverges; as targets grow, fewer fail
 
-
+@detector(Phase.FAILURE)
 def silent(evidence: Evidence) -> Finding | None:
     """Losses that are not finite in more applied steps than skipped ones."""
     count, num_caused = evidence.bad_and_applied, evidence.bad_and_skipped
@@ -45,14 +50,11 @@ def silent(evidence: Evidence) -> Finding | None:
         how_often += when(steps, evidence)
     found = evidence.watched
     at = seen_in(found)
-    advice = None if found is None or found.kind != "forward" else of_operation(found)
+    advice = of_operation(found) if isinstance(found, Made) else None
     if advice is not None:
         action = advice
-    elif found is not None and found.kind == "input":
-        action = (
-            "this reads a tensor that was NaN or Inf before: look at the batch, and at what "
-            "computes a target or a term of the loss without a gradient"
-        )
+    elif isinstance(found, Given):
+        action = "look for NaN or Inf in the batch, and in targets and terms of the loss"
     elif loss is not None and math.isinf(loss):
         action = (
             "compute the loss in float32 (outputs.float()) as a mean, and look for the logarithm "
@@ -70,20 +72,27 @@ def silent(evidence: Evidence) -> Finding | None:
         f"The {'unscaled ' * evidence.has_scaler}loss is {loss:g} in {how_often}{at}, and {so}.",
         f"{action[0].upper()}{action[1:]}.",
         *place_of(found),
-        tuple(step.step for step in steps[-_FEW:]),
+        tuple(step.step for step in steps[-LISTED:]),
         count,
     )
 
 
+@detector(Phase.FAILURE)
 def diverged(evidence: Evidence) -> Finding | None:
     """A loss or a norm of the weights that explodes, so that many steps are skipped."""
-    loss = explosion(evidence.past, in_streak=bool(evidence.skips)) or _explosion_at_once(evidence)
+    return divergence(now_and_then(evidence))
+
+
+def divergence(case: Case) -> Finding | None:
+    """A loss or a norm of the weights that explodes before steps that fail."""
+    evidence, has_failed = case.evidence, bool(case.failures)
+    loss = explosion(case.past, in_streak=has_failed) or _explosion_at_once(case)
     weights = evidence.weights
-    if weights is not None and not 0 < _GREW * weights[0] <= weights[1] < math.inf:
+    if weights is not None and not 0 < WEIGHTS_GREW * weights[0] <= weights[1] < math.inf:
         weights = None
-    if weights is None and (loss is None or _is_in_another_module(evidence)):
+    if weights is None and (loss is None or _is_in_another_module(case)):
         return None  # the trained weights stand; those of a teacher may have grown
-    if not (evidence.skips or _fails_often(evidence) or _has_left_range(evidence)):
+    if not (has_failed or _fails_often(evidence) or _has_left_range(evidence)):
         return None  # the loss may just follow its targets
     grew = []
     if loss is not None:
@@ -93,12 +102,12 @@ def diverged(evidence: Evidence) -> Finding | None:
     if weights is not None and not (rate and grew):
         verb = "" if loss else " grew"
         grew.append(f"weights' norm{verb} from {weights[0]:g} to {weights[1]:g}")
-    where, at = evidence.parameter, ""
-    if where is None and evidence.located is not None and evidence.located.kind == "forward":
-        where = evidence.located.module or where
-        at = at_line(evidence.located)
+    where, at = case.parameter if case.is_skipped else None, ""  # else it is an effect
+    if where is None and isinstance(case.located, Made):
+        where = case.located.module or where
+        at = at_line(case.located)
     became = f"left {evidence.range}" if evidence.range else "became Inf or NaN"
-    if evidence.bad_step is not None and loss is not None and _has_passed(loss[1], evidence):
+    if not case.is_skipped and loss is not None and _has_passed(loss[1], case):
         return None
     first_bad = f" (first in {where}{at})" if where else ""
     go = "It diverges at any scale: go" if evidence.has_scaler else "Go"
@@ -107,10 +116,10 @@ def diverged(evidence: Evidence) -> Finding | None:
         lower = "lower the learning rate or what raises it"
     if loss is not None and (loss[1].loss or 0.0) < 0:
         lower = "look for a term with the wrong sign, lower the learning rate"
+    end = case.told(case.outcome.of_numbers)
     return Finding(
         "divergence",
-        f"The {' and the '.join(grew)}{rate}, until numbers {became}{first_bad} and "
-        f"{_end_of(evidence)}.",
+        f"The {' and the '.join(grew)}{rate}, until numbers {became}{first_bad} {end}.",
         f"{go} back to an earlier checkpoint, {lower}, and clip gradients.",
         where,
         count=evidence.skips_in_a_row,
@@ -123,40 +132,28 @@ def _has_left_range(evidence: Evidence) -> bool:
     if len(finite) < 2 or not evidence.past[-1].has_bad_loss:
         return False
     first, (before, last) = finite[0], finite[-2:]
-    return 0 < _RAN_AWAY * _size(first) <= _size(last) and _size(before) < _size(last)
+    return 0 < RAN_AWAY * _size(first) <= _size(last) and _size(before) < _size(last)
 
 
 def _fails_often(evidence: Evidence) -> bool:
     """Whether many of the latest steps were skipped or have a loss that is not finite."""
-    latest = evidence.past[-_RECENT:]
-    return sum(step.skipped or step.has_bad_loss for step in latest) > _OFTEN * len(latest)
+    latest = evidence.past[-RECENT:]
+    return sum(step.skipped or step.has_bad_loss for step in latest) > FAILS_OFTEN * len(latest)
 
 
-def _has_passed(peak: Step, evidence: Evidence) -> bool:
+def _has_passed(peak: Step, case: Case) -> bool:
     """Whether the largest loss was a spike, as finite ones follow."""
-    after = (step.step > peak.step and _is_finite(step.loss) for step in evidence.past)
-    return sum(after) >= _SOON
+    after = (step.step > peak.step and _is_finite(step.loss) for step in case.past)
+    return sum(after) >= SOON
 
 
-def _end_of(evidence: Evidence) -> str:
-    """A clause that says what became of the steps of a training that diverged."""
-    bad = evidence.bad_step
-    if bad is not None:
-        end = f"has a loss of {bad.loss:g}" if bad.is_left_out else "was applied with them"
-        return f"{evidence.step_word} {bad.step} {end}"
-    if evidence.skips:
-        return f"the last {evidence.skips_in_a_row} steps were skipped"
-    return "steps are skipped" if evidence.has_scaler else "the steps are applied"
-
-
-def _is_in_another_module(evidence: Evidence) -> bool:
+def _is_in_another_module(case: Case) -> bool:
     """Whether the first Inf or NaN was made in a module that is not the model's."""
-    located = evidence.located or evidence.watched
-    if located is None or located.kind != "forward":
-        return False
-    return located.module is None and bool(located.type)
+    located = case.located or case.evidence.watched
+    return isinstance(located, MadeOutside) and bool(located.type)
 
 
+@detector(Phase.FAILURE)
 def ran_away(evidence: Evidence) -> Finding | None:
     """A loss and weights that grow, stay finite and do not come back.
 
@@ -167,21 +164,21 @@ def ran_away(evidence: Evidence) -> Finding | None:
     losses = [step for step in evidence.past if _is_finite(step.loss)]
     if first is None or first.loss is None or not 0 < _size(first) < math.inf or not weights:
         return None
-    most = _RAN_AWAY * _size(first)
+    most = RAN_AWAY * _size(first)
     if losses and (losses[-1].loss or 0) < first.loss:  # as a log density may, from one near 0
-        most = max(most, _RAN_AWAY)
+        most = max(most, RAN_AWAY)
     low = [place for place, step in enumerate(losses) if _size(step) < most]
     start = low[-1] + 1 if low else 0
-    since, before = losses[start:], losses[max(start - _RECENT, 0) : start]
+    since, before = losses[start:], losses[max(start - RECENT, 0) : start]
     # Weights that grow a little are enough if the loss is far from all that can be meant.
-    grew = _GREW_A_LITTLE if since and _size(since[-1]) > _RAN_AWAY * most else _GREW
-    if len(since) < _RECENT or not 0 < grew * weights[0] <= weights[1]:
+    grew = WEIGHTS_GREW_A_LITTLE if since and _size(since[-1]) > RAN_AWAY * most else WEIGHTS_GREW
+    if len(since) < RECENT or not 0 < grew * weights[0] <= weights[1]:
         return None
     is_sudden = bool(before) and _size(since[0]) > EXPLODED * max(map(_size, before))
-    if is_sudden and since[0].step > _SOON and not growth_of_rate(evidence):
+    if is_sudden and since[0].step > SOON and not growth_of_rate(evidence):
         return None
     last, middle = since[-1], since[len(since) // 2]
-    if (last.loss or 0.0) < 0 and _size(last) < _STILL_GROWS * _size(middle):
+    if (last.loss or 0.0) < 0 and _size(last) < STILL_GROWS * _size(middle):
         return None  # it comes to an end
     action = (
         "Go back to an earlier checkpoint, lower the learning rate or warm it up, and clip "
@@ -203,11 +200,12 @@ def ran_away(evidence: Evidence) -> Finding | None:
     )
 
 
+@detector(Phase.FAILURE)
 def died(evidence: Evidence) -> Finding | None:
     """A loss that exploded and left gradients of exactly 0, as a step that is too large does."""
     cut, first = gradient_values.cut_off(evidence), evidence.first
     weights = evidence.optimizers and evidence.optimizers.weights
-    if not weights or weights[1] < _GREW_A_LITTLE * weights[0]:
+    if not weights or weights[1] < WEIGHTS_GREW_A_LITTLE * weights[0]:
         return None  # no step was large
     is_ended = not gradient_values.ENDS_UNITS.isdisjoint(evidence.cut.values())
     dead = cut if is_ended and cut is not None else gradient_values.dead(evidence)
@@ -215,7 +213,7 @@ def died(evidence: Evidence) -> Finding | None:
     if dead is None or first is None or not _is_finite(first.loss) or not losses:
         return None
     peak = max(losses, key=_size)
-    factor = EXPLODED if peak.step <= first.step + _SOON else _RAN_AWAY
+    factor = EXPLODED if peak.step <= first.step + SOON else RAN_AWAY
     if not 0 < factor * _size(first) <= _size(peak):
         return None
     return Finding(
@@ -238,7 +236,7 @@ def explosion(past: Sequence[Step], in_streak: bool) -> tuple[Step, Step] | None
     while end and in_streak and past[end - 1].skipped:
         end -= 1
     seen = [step for step in past[:end] if not step.skipped and _is_finite(step.loss)]
-    late = seen[-_RECENT:] + [step for step in past[end:] if _is_finite(step.loss)]
+    late = seen[-RECENT:] + [step for step in past[end:] if _is_finite(step.loss)]
     if not seen:
         return None
     usual = sorted(seen[: -(len(seen) // 2) or None], key=_size)
@@ -246,7 +244,7 @@ def explosion(past: Sequence[Step], in_streak: bool) -> tuple[Step, Step] | None
     if in_streak:
         peak = max(late, key=_size)
     else:
-        latest = sorted(late[-_RECENT // 2 :], key=_size)
+        latest = sorted(late[-RECENT // 2 :], key=_size)
         peak = latest[len(latest) // 2]
     usually = max(_size(base), _size(seen[0]))
     if peak.step <= base.step or not 0 < EXPLODED * usually < _size(peak):
@@ -254,19 +252,18 @@ def explosion(past: Sequence[Step], in_streak: bool) -> tuple[Step, Step] | None
     return base, peak
 
 
-def _explosion_at_once(evidence: Evidence) -> tuple[Step, Step] | None:
+def _explosion_at_once(case: Case) -> tuple[Step, Step] | None:
     """The first step and the largest later loss, if the loss exploded in a few steps and stays.
 
     In these, the large loss of a bad step is rather that of a too large step than of a bad batch.
     """
-    seen = [step for step in evidence.past if not step.skipped and _is_finite(step.loss)]
-    bad = evidence.bad_step
-    if bad is not None and bad.step <= _SOON and _is_finite(bad.loss):
-        seen.append(Step(bad.step, 1.0, skipped=False, loss=bad.loss))
-    later = seen[min(_SOON, len(seen) // 2) :]
+    seen = [step for step in case.past if not step.skipped and _is_finite(step.loss)]
+    if not case.is_skipped and case.last.step <= SOON and _is_finite(case.last.loss):
+        seen.append(Step(case.last.step, 1.0, skipped=False, loss=case.last.loss))
+    later = seen[min(SOON, len(seen) // 2) :]
     if len(seen) < 2:
         return None
-    least = max(EXPLODED * _size(seen[0]), _LEAST_EXPLODED)
+    least = max(EXPLODED * _size(seen[0]), LEAST_EXPLODED)
     peak = max(later, key=_size)
     return (seen[0], peak) if min(map(_size, later)) > least else None
 

@@ -4,31 +4,176 @@ from __future__ import annotations
 
 from statistics import median
 
+from gradscaler.diagnose._findings.advice import at_any_scale
+from gradscaler.diagnose._findings.detector import Phase, Role, detector
 from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._record.events import Event
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.lines import UNOWNED
+from gradscaler.diagnose._record.thresholds import (
+    ALMOST_ALL,
+    FEW_CALLS,
+    FEW_SAMPLES,
+    FEW_STILL,
+    LONG,
+    MANY,
+    MOST,
+    RATE_GREW,
+    SHRUNK,
+    SOLVED,
+    SOME_LOSSES,
+    STOOD,
+    UNSTEPPED_LOSSES,
+)
 
-_FEW = 5  # calls or steps; fewer may be chance
-_FEW_STILL = 3  # steps; a warm-up begins with one or two at a learning rate of 0
-_MANY, _ALMOST_ALL = 0.25, 0.9  # of the steps
-# Times the norm before. A weight decay that is chosen well halves or quarters it; at 0.02, two
-# layers in a row pass 0.04 % of what they did.
-_SHRUNK = 0.02
-_STOOD = 0.9  # times the loss before
-_SOME = 10  # losses, for a median
-_FEW_LOSSES = 10  # that are scaled and not stepped
-_GREW = 10.0  # times the learning rate before
-_MOST = 0.75  # of the steps
-_LONG = 100  # steps
-_SOLVED = 0.01  # times the first loss
+
+@detector(Phase.WRITES_NAN, in_streak=Role.CAUSE, at_bad_step=Role.CAUSE)
+def nonfinite(evidence: Evidence) -> Finding | None:
+    """A learning rate, or another setting of an optimizer, that is NaN or Inf."""
+    found = evidence.events.places(Event.NONFINITE)
+    if not found:
+        return None
+    setting, count = next(iter(found.items()))
+    steps = f"{count} {evidence.step_word}{'s' * (count > 1)}"
+    return Finding(
+        "divergence",
+        f"The optimizer's {setting} was NaN or Inf in {steps} of {evidence.steps}, which wrote "
+        "NaN into the parameters, or cannot move them.",
+        f"Look at what sets {setting.split()[0]}, such as a schedule that divides by 0 (a phase of "
+        "0 steps) or runs past its end (a power of a negative number), and go back to a "
+        "checkpoint.",
+    )
 
 
+@detector(Phase.STATE, in_streak=Role.BESIDE)
+def state(evidence: Evidence) -> Finding | None:
+    """An optimizer's state that is not finite. Skipping steps does not repair it."""
+    if evidence.state is None:
+        return None
+    taken = "whose gradients were not finite"
+    if evidence.has_scaler:
+        taken = (
+            "that was taken without the scaler, or on gradients that were changed after unscale_()"
+        )
+    elif "_sq of" in evidence.state:
+        taken += ", or beyond 1e19, as their squares leave float32 (normalize the inputs)"
+    return Finding(
+        "state",
+        f"The optimizer's {evidence.state} is Inf or NaN, so each of its steps writes that into "
+        "the parameter, or cannot move it.",
+        at_any_scale(f"go back to an earlier checkpoint, and look for a step {taken}", evidence),
+        evidence.state,
+    )
+
+
+@detector(Phase.AWAY, in_streak=Role.CAUSE, at_bad_step=Role.CAUSE)
+def uphill(evidence: Evidence) -> Finding | None:
+    """A learning rate that is negative."""
+    count = evidence.events.count(Event.UPHILL)
+    if count < FEW_CALLS:
+        return None
+    return Finding(
+        "divergence",
+        f"The learning rate was negative in {count} of {evidence.steps} steps, so they go uphill "
+        "and the loss grows.",
+        "Give the schedule the true number of steps (warm-up, epochs, accumulation), or let it end "
+        "at 0; go back to a checkpoint from before.",
+        count=count,
+    )
+
+
+@detector(Phase.AWAY)
+def decayed(evidence: Evidence) -> Finding | None:
+    """Weights that shrink to almost 0 while the loss stands: the decay outweighs the gradients."""
+    weights = None if evidence.optimizers is None else evidence.optimizers.weights
+    losses = [step.loss for step in evidence.past if step.loss is not None]
+    if (
+        weights is None
+        or not 0 < weights[0] * SHRUNK >= weights[1]
+        or len(losses) < 2 * SOME_LOSSES
+    ):
+        return None
+    first, last = median(losses[:SOME_LOSSES]), median(losses[-SOME_LOSSES:])
+    if not last >= STOOD * first > 0:
+        return None
+    return Finding(
+        "divergence",
+        f"The weights' norm fell from {weights[0]:g} to {weights[1]:g} while the loss stood at "
+        f"{last:g}: they shrink to 0, and the outputs no longer depend on the inputs.",
+        "Lower weight_decay, which outweighs the gradients, or the learning rate that it is "
+        "multiplied by; go back to an earlier checkpoint.",
+    )
+
+
+def growth_of_rate(evidence: Evidence) -> str:
+    """A clause that says how much the learning rate grew; empty if it did not."""
+    if not evidence.rates:
+        return ""
+    first, last = evidence.rates[0][1], evidence.rates[-1][1]
+    if not 0 < RATE_GREW * first <= last:
+        return ""
+    return f" while the learning rate grew from {first:g} to {last:g}"
+
+
+@detector(Phase.MISUSE)
+def still(evidence: Evidence) -> Finding | None:
+    """A learning rate that is 0 in step after step, of an optimizer that was made with another."""
+    count = evidence.events.count(Event.STILL)
+    if count < max(FEW_STILL, MANY * evidence.steps):
+        return None
+    return Finding(
+        "misuse",
+        f"The learning rate was 0 in {count} of {evidence.steps} steps, so they moved nothing, "
+        "though the optimizer was made with another one.",
+        "Call scheduler.step() after each step(optimizer), let the warm-up begin above 0, or give "
+        "the schedule the true number of steps.",
+        count=count,
+    )
+
+
+@detector(Phase.MISUSE)
+def renewed(evidence: Evidence) -> Finding | None:
+    """An optimizer that the loop makes again for each step, so that it never has a state."""
+    count = evidence.events.count(Event.RENEWED)
+    is_reset = evidence.events.count(Event.OVERWRITTEN) > 0  # its parameters are, too, on purpose
+    if is_reset or not max(FEW_CALLS, ALMOST_ALL * evidence.steps) <= count <= evidence.steps:
+        return None
+    return Finding(
+        "misuse",
+        f"The optimizer was new in {count} of {evidence.steps} steps, so the moments and the count "
+        "of steps that it keeps are lost each time.",
+        "Make the optimizer and its schedule once, before the loop.",
+        count=count,
+    )
+
+
+@detector(Phase.MISUSE)
+def faded(evidence: Evidence) -> Finding | None:
+    """Learning rates that fell to almost 0 in the first quarter of a run, and stay there."""
+    count, first = evidence.events.count(Event.FADED), evidence.first
+    losses = [step.loss for step in evidence.past if step.loss is not None]
+    if evidence.steps < LONG or count < MOST * evidence.steps:
+        return None
+    if first is None or not losses or abs(losses[-1]) < SOLVED * abs(first.loss or 0.0):
+        return None  # it has converged, and a schedule that waits for a plateau ends so
+    return Finding(
+        "misuse",
+        f"In {count} of {evidence.steps} steps, the learning rate was less than a millionth of "
+        "what it had been, so nothing moves any more.",
+        "Step a schedule that counts epochs once an epoch, not once a batch; give it the true "
+        "number of steps, or let it end at a larger rate.",
+        count=count,
+        is_certain=False,
+    )
+
+
+@detector(Phase.MISUSE, at_bad_step=Role.BESIDE)
 def idle(evidence: Evidence) -> Finding | None:
     """An optimizer that never finds a gradient, beside others that step."""
-    calls = {n.partition(" ")[2]: c for n, c in evidence.calls.items() if n.startswith("idle ")}
+    calls = evidence.events.places(Event.IDLE)
     found = {**calls, **({} if evidence.optimizers is None else evidence.optimizers.idle)}
     name, count = max(found.items(), key=lambda item: item[1], default=("", 0))
-    if count < _FEW:
+    if count < FEW_CALLS:
         return None
     return Finding(
         "misuse",
@@ -42,6 +187,25 @@ def idle(evidence: Evidence) -> Finding | None:
     )
 
 
+@detector(Phase.MISUSE)
+def shared(evidence: Evidence) -> Finding | None:
+    """Two optimizers that step the same parameters with the same gradients."""
+    count = evidence.events.count(Event.SHARED)
+    if count < FEW_SAMPLES:
+        return None
+    so = "which moves each parameter twice"
+    if evidence.has_scaler:
+        so = "divided by the loss scale once more"
+    return Finding(
+        "misuse",
+        f"Two optimizers hold the same parameters, and in {count} sampled steps the second stepped "
+        f"with the gradients that the first had used, {so}.",
+        "Give each optimizer the parameters of its own part of the model, or keep one of them.",
+        count=count,
+    )
+
+
+@detector(Phase.MISUSE, at_bad_step=Role.BESIDE)
 def outside(evidence: Evidence) -> Finding | None:
     """Parameters with a gradient that no optimizer holds."""
     names = () if evidence.optimizers is None else evidence.optimizers.outside
@@ -58,6 +222,7 @@ def outside(evidence: Evidence) -> Finding | None:
     )
 
 
+@detector(Phase.MISUSE, needs_scaler=True)
 def unscaled(evidence: Evidence) -> Finding | None:
     """Parameters whose gradients come from a loss that was not scaled, beside one that was."""
     names = () if evidence.optimizers is None else evidence.optimizers.unscaled
@@ -79,123 +244,11 @@ def _listed(names: tuple[str, ...]) -> str:
     return f"{len(names)} parameters ({names[0]} first)" if len(names) > 1 else names[0]
 
 
-_NONFINITE = "nonfinite "  # the calls' names begin so; the setting follows
-
-
-def nonfinite(evidence: Evidence) -> Finding | None:
-    """A learning rate, or another setting of an optimizer, that is NaN or Inf."""
-    found = {name: count for name, count in evidence.calls.items() if name.startswith(_NONFINITE)}
-    if not found:
-        return None
-    name, count = max(found.items(), key=lambda item: item[1])
-    setting = name.removeprefix(_NONFINITE)
-    steps = f"{count} {evidence.step_word}{'s' * (count > 1)}"
-    return Finding(
-        "divergence",
-        f"The optimizer's {setting} was NaN or Inf in {steps} of {evidence.steps}, which wrote "
-        "NaN into the parameters, or cannot move them.",
-        f"Look at what sets {setting.split()[0]}, such as a schedule that divides by 0 (a phase of "
-        "0 steps) or runs past its end (a power of a negative number), and go back to a "
-        "checkpoint.",
-    )
-
-
-def uphill(evidence: Evidence) -> Finding | None:
-    """A learning rate that is negative."""
-    count = evidence.calls.get("uphill", 0)
-    if count < _FEW:
-        return None
-    return Finding(
-        "divergence",
-        f"The learning rate was negative in {count} of {evidence.steps} steps, so they go uphill "
-        "and the loss grows.",
-        "Give the schedule the true number of steps (warm-up, epochs, accumulation), or let it end "
-        "at 0; go back to a checkpoint from before.",
-        count=count,
-    )
-
-
-def still(evidence: Evidence) -> Finding | None:
-    """A learning rate that is 0 in step after step, of an optimizer that was made with another."""
-    count = evidence.calls.get("still", 0)
-    if count < max(_FEW_STILL, _MANY * evidence.steps):
-        return None
-    return Finding(
-        "misuse",
-        f"The learning rate was 0 in {count} of {evidence.steps} steps, so they moved nothing, "
-        "though the optimizer was made with another one.",
-        "Call scheduler.step() after each step(optimizer), let the warm-up begin above 0, or give "
-        "the schedule the true number of steps.",
-        count=count,
-    )
-
-
-def faded(evidence: Evidence) -> Finding | None:
-    """Learning rates that fell to almost 0 in the first quarter of a run, and stay there."""
-    count, first = evidence.calls.get("faded", 0), evidence.first
-    losses = [step.loss for step in evidence.past if step.loss is not None]
-    if evidence.steps < _LONG or count < _MOST * evidence.steps:
-        return None
-    if first is None or not losses or abs(losses[-1]) < _SOLVED * abs(first.loss or 0.0):
-        return None  # it has converged, and a schedule that waits for a plateau ends so
-    return Finding(
-        "misuse",
-        f"In {count} of {evidence.steps} steps, the learning rate was less than a millionth of "
-        "what it had been, so nothing moves any more.",
-        "Step a schedule that counts epochs once an epoch, not once a batch; give it the true "
-        "number of steps, or let it end at a larger rate.",
-        count=count,
-        is_certain=False,
-    )
-
-
-def renewed(evidence: Evidence) -> Finding | None:
-    """An optimizer that the loop makes again for each step, so that it never has a state."""
-    count = evidence.calls.get("renewed", 0)
-    is_reset = evidence.calls.get("overwritten", 0) > 0  # its parameters are, too, on purpose
-    if is_reset or not max(_FEW, _ALMOST_ALL * evidence.steps) <= count <= evidence.steps:
-        return None
-    return Finding(
-        "misuse",
-        f"The optimizer was new in {count} of {evidence.steps} steps, so the moments and the count "
-        "of steps that it keeps are lost each time.",
-        "Make the optimizer and its schedule once, before the loop.",
-        count=count,
-    )
-
-
-def decayed(evidence: Evidence) -> Finding | None:
-    """Weights that shrink to almost 0 while the loss stands: the decay outweighs the gradients."""
-    weights = None if evidence.optimizers is None else evidence.optimizers.weights
-    losses = [step.loss for step in evidence.past if step.loss is not None]
-    if weights is None or not 0 < weights[0] * _SHRUNK >= weights[1] or len(losses) < 2 * _SOME:
-        return None
-    first, last = median(losses[:_SOME]), median(losses[-_SOME:])
-    if not last >= _STOOD * first > 0:
-        return None
-    return Finding(
-        "divergence",
-        f"The weights' norm fell from {weights[0]:g} to {weights[1]:g} while the loss stood at "
-        f"{last:g}: they shrink to 0, and the outputs no longer depend on the inputs.",
-        "Lower weight_decay, which outweighs the gradients, or the learning rate that it is "
-        "multiplied by; go back to an earlier checkpoint.",
-    )
-
-
-def growth_of_rate(evidence: Evidence) -> str:
-    """A clause that says how much the learning rate grew; empty if it did not."""
-    if not evidence.rates:
-        return ""
-    first, last = evidence.rates[0][1], evidence.rates[-1][1]
-    if not 0 < _GREW * first <= last:
-        return ""
-    return f" while the learning rate grew from {first:g} to {last:g}"
-
-
+@detector(Phase.MISUSE, needs_scaler=True)
 def stepless(evidence: Evidence) -> Finding | None:
     """Losses that are scaled, and an optimizer that steps without the scaler."""
-    count = evidence.calls.get("stepless", 0)
-    if evidence.steps or count < _FEW_LOSSES - 1:
+    count = evidence.events.count(Event.STEPLESS)
+    if evidence.steps or count < UNSTEPPED_LOSSES - 1:
         return None
     return Finding(
         "misuse",

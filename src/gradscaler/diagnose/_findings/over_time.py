@@ -18,21 +18,29 @@ from gradscaler.diagnose._findings.advice import (
     of_own,
     seen_in,
 )
+from gradscaler.diagnose._findings.detector import Phase, detector
 from gradscaler.diagnose._findings.evidence import Evidence
-from gradscaler.diagnose._findings.nan_skips import CLOSE, are_mostly_nan, nan_gradient, nan_skips
+from gradscaler.diagnose._findings.nan_skips import (
+    are_mostly_nan,
+    nan_skips,
+    uncured,
+)
 from gradscaler.diagnose._record.finding import Finding
-from gradscaler.diagnose._record.located import Located
+from gradscaler.diagnose._record.located import BadGradient, Given, Located, Made
 from gradscaler.diagnose._record.step import Step
+from gradscaler.diagnose._record.thresholds import (
+    BAD_IN_A_ROW,
+    CLOSE_TO_OVERFLOW,
+    FEW_EVENTS,
+    MOST_SKIPPED,
+    OUTLIER,
+)
 
-_FEW = 3  # skips or events; fewer prove nothing: one bad batch does no harm in a longer run
 _CURED = "floor", "nan"  # verdicts that a lower scale proved wrong
-# The share of steps that may be skipped once the scale has settled. PyTorch's default growth tries
-# a higher scale every 2,000 steps, which skips 0.05 % of them.
-_MOST_SKIPPED = 0.01
-_OUTLIER = 10.0  # times the usual loss
 _IN_INPUTS = "look in these batches for NaN or Inf in inputs and labels"
-_IN_ROWS = "look for NaN or Inf in such rows"
-_WITHOUT_GRADIENT = "and at what computes targets, masks or weights (0 / 0, std of one element)"
+_WITHOUT_GRADIENT = (
+    "look for NaN or Inf in {}, targets, masks and weights (0 / 0, std of one element)"
+)
 _IN_LOSSES = "an empty mask, a fully masked row, or a sum that overflows"
 _LEAVE_OUT = (
     "look at these batches for outliers in inputs and labels, and leave out, clip or normalise "
@@ -40,10 +48,11 @@ _LEAVE_OUT = (
 )
 _FAILS_BACKWARD = (
     "what fails in the backward pass alone, such as the root or norm of 0 (equal rows), or a rare "
-    "class with a large gradient: locate() on one names it"
+    "class with a large gradient"
 )
 
 
+@detector(Phase.FAILURE)
 def data(evidence: Evidence) -> Finding | None:
     """Skips that a lower scale does not cure, or that happen at the smallest scale allowed."""
     if evidence.is_elsewhere:
@@ -64,15 +73,18 @@ def data(evidence: Evidence) -> Finding | None:
         count = evidence.bad_and_skipped
         of_them = "each" if count == evidence.skipped else f"{count} of them"
         losses, action = f"{of_them} with a loss of {bad[-1].loss:g}", f"{_IN_INPUTS}, {_IN_LOSSES}"
-        if found is not None and found.kind == "input":
-            action = f"{_IN_ROWS if found.rows else _IN_INPUTS}, {_WITHOUT_GRADIENT}"
+        if isinstance(found, Given):
+            action = _WITHOUT_GRADIENT.format("such rows" if found.rows else "these batches")
         if is_inf_in_float16(found):
             action = OF_INPUT_IN_FLOAT16
     else:
         losses, action = _losses_of(skips, evidence)
+        alone = [skip for skip in uncured(evidence) if skip.step in {each.step for each in skips}]
+        if 2 * len(alone) > len(skips):
+            losses += f", and with NaN and no Inf in the gradient of {alone[-1].nan}"
         now = "" if evidence.scale is None else f"; the loss scale is {evidence.scale:g} now"
     if is_nan:
-        losses = f"with NaN and no Inf in the gradient of {nan_gradient(evidence)}"
+        losses = f"with NaN and no Inf in the gradient of {nan_skips(evidence)[-1].nan}"
         action, now = of_backward(None), ""
     at, advice = _seen_in(found, is_loss=bool(bad))
     if advice is not None:
@@ -85,20 +97,22 @@ def data(evidence: Evidence) -> Finding | None:
         f"{losses}{at}{now}.",
         f"{action[0].upper()}{action[1:]}.",
         *place_of(found),
-        tuple(step.step for step in skips[-_FEW:]),
+        tuple(step.step for step in skips[-FEW_EVENTS:]),
         count,
-        is_certain=_are_several(bad, evidence) or (is_nan and len(skips) >= _FEW),
+        is_certain=_are_several(bad, evidence) or (is_nan and len(skips) >= FEW_EVENTS),
     )
 
 
 def _losses_of(skips: Sequence[Step], evidence: Evidence) -> tuple[str, str]:
     """A clause about the losses of skips, which are finite or not seen, and what to try."""
     own, others = _usual_losses(skips, evidence)
+    finder = evidence.framework.finder
+    fails_backward = _FAILS_BACKWARD + (finder and f": {finder} on one names it")
     if own is None:
-        action = f"{_IN_INPUTS}, for outliers, and for {_FAILS_BACKWARD}"
+        action = f"{_IN_INPUTS}, for outliers, and for {fails_backward}"
         return "and with losses that were not seen", action
-    if others is None or abs(own) < _OUTLIER * abs(others):
-        return "with losses as usual", f"look in these batches for {_FAILS_BACKWARD}"
+    if others is None or abs(own) < OUTLIER * abs(others):
+        return "with losses as usual", f"look in these batches for {fails_backward}"
     return f"whose loss is about {own:g} (elsewhere about {others:g})", _LEAVE_OUT
 
 
@@ -107,11 +121,10 @@ def _seen_in(found: Located | None, is_loss: bool) -> tuple[str, str | None]:
     if found is None or found.operation is None:
         return "", None
     if is_loss:
-        of_kind = {"forward": of_forward, "backward": of_backward}.get(found.kind)
-        return seen_in(found), None if of_kind is None else of_kind(found)
-    if found.kind != "backward" or (advice := of_gradient(found) or of_own(found)) is None:
-        return "", None
-    return at_line(found, "first seen in the gradient of"), advice
+        of_kind = of_forward if isinstance(found, Made) else of_backward
+        return seen_in(found), None if isinstance(found, Given) else of_kind(found)
+    advice = of_gradient(found) or of_own(found) if isinstance(found, BadGradient) else None
+    return ("" if advice is None else at_line(found, "first seen in the gradient of")), advice
 
 
 def _at_floor(evidence: Evidence, skips: Sequence[Step]) -> Finding:
@@ -124,7 +137,7 @@ def _at_floor(evidence: Evidence, skips: Sequence[Step]) -> Finding:
         "Allow a lower one (min_scale, or DynamicScale if it is fixed), or divide the loss (a mean "
         "in place of a sum, targets in larger units).",
         None if earlier is None else earlier.where,
-        steps=tuple(step.step for step in skips[-_FEW:]),
+        steps=tuple(step.step for step in skips[-FEW_EVENTS:]),
         count=len(skips),
     )
 
@@ -145,9 +158,9 @@ def _are_outliers(skips: Sequence[Step], evidence: Evidence) -> bool:
     Such skips stop once the scale has fallen far enough. It is then too small for other steps.
     """
     own, others = _usual_losses(skips, evidence)
-    if own is None or others is None or not abs(own) >= _OUTLIER * abs(others) > 0:
+    if own is None or others is None or not abs(own) >= OUTLIER * abs(others) > 0:
         return False
-    return len(skips) > max(_FEW, _MOST_SKIPPED * evidence.steps)
+    return len(skips) > max(FEW_EVENTS, MOST_SKIPPED * evidence.steps)
 
 
 def _are_few(count: int, evidence: Evidence) -> bool:
@@ -162,18 +175,22 @@ def place_of(found: Located | None) -> tuple[str | None, str | None]:
 
 def _are_several(bad: Sequence[Step], evidence: Evidence) -> bool:
     """Whether batches whose loss is not finite are too many to be an accident."""
-    if evidence.bad_and_skipped >= max(evidence.steps, _FEW):
+    if evidence.bad_and_skipped >= max(evidence.steps, FEW_EVENTS):
         return True
-    events = sum(after.step - before.step > 1 for before, after in pairwise(bad)) + bool(bad)
+    starts = [0, *(n for n, (a, b) in enumerate(pairwise(bad), 1) if b.step - a.step > 1)]
+    events = len(starts) * bool(bad)
+    if len(bad) - starts[-1] >= BAD_IN_A_ROW:
+        return True
     return are_many(events, evidence.bad_and_skipped, evidence)
 
 
 def are_many(events: int, count: int, evidence: Evidence) -> bool:
     """Whether so many events, with ``count`` steps in all, are too many to be an accident."""
-    is_frequent = count > 2 * _MOST_SKIPPED * evidence.steps
-    return events >= _FEW or (events == _FEW - 1 and is_frequent)
+    is_frequent = count > 2 * MOST_SKIPPED * evidence.steps
+    return events >= FEW_EVENTS or (events == FEW_EVENTS - 1 and is_frequent)
 
 
+@detector(Phase.SCALE, needs_scaler=True)
 def lowered(evidence: Evidence) -> Finding | None:
     """A loss scale below 1."""
     if evidence.is_elsewhere:
@@ -195,6 +212,7 @@ def lowered(evidence: Evidence) -> Finding | None:
     )
 
 
+@detector(Phase.SCALE)
 def earlier(evidence: Evidence) -> Finding | None:
     """The finding of an earlier streak of skips, which has ended."""
     line = evidence.earlier
@@ -221,7 +239,7 @@ def has_settled_and_skips(evidence: Evidence) -> bool:
     found = {step.step for step in unexplained(evidence)}
     # Skips in a row are one event: the gradients have changed, and the scale settles again.
     count = sum(n >= late[0].step and n - 1 not in found for n in found)
-    return count > max(_FEW - 1, _MOST_SKIPPED * len(late))
+    return count > max(FEW_EVENTS - 1, MOST_SKIPPED * len(late))
 
 
 def unexplained(evidence: Evidence) -> list[Step]:
@@ -229,23 +247,24 @@ def unexplained(evidence: Evidence) -> list[Step]:
 
     The scale explains a skip that undoes a growth of the scale. It also explains a skip while
     gradients are large: at the skip's scale, the nearest sample comes close to overflow. If the
-    scale does not fall after such skips, as under hysteresis, it explains only a few of them. It
-    does not explain NaN without Inf at the lowest scale.
+    scale does not fall after such skips, as under hysteresis, it explains only a few of them. Large
+    gradients do not explain NaN without Inf, and nothing explains it at the lowest scale.
     """
     past = evidence.past
     first = next((i for i, step in enumerate(past) if not step.skipped), len(past))
     found, growths = [], 0
     nan = {skip.step for skip in nan_skips(evidence)}
+    alone = {skip.step for skip in uncured(evidence)}
     num_close: Counter[float] = Counter()  # by scale
     for before, step in pairwise(past[first:]):
         growths += step.scale > before.scale
         if step.skipped and growths and step.step not in nan:
             growths -= 1
         elif step.skipped:
-            is_finite = not step.has_bad_loss and step.step not in nan
-            is_close = is_finite and evidence.is_close_to_overflow(step, CLOSE)
+            has_inf = not step.has_bad_loss and step.step not in nan | alone
+            is_close = has_inf and evidence.is_close_to_overflow(step, CLOSE_TO_OVERFLOW)
             num_close[step.scale] += is_close
-            if not is_close or num_close[step.scale] > _FEW:
+            if not is_close or num_close[step.scale] > FEW_EVENTS:
                 found.append(step)
     return found
 

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import Evidence, min_scale_of
+from gradscaler.diagnose._findings.frameworks import framework_named
 from gradscaler.diagnose._gradients.fitting_scales import Fit, fit_of
 from gradscaler.diagnose._record.finding import Verdict
 from gradscaler.diagnose._record.lines import BadStep, Sample, Skip, VerdictLine, Watched
@@ -58,6 +59,7 @@ class Run(RecordedRun):
             world_size=start.world_size,
             is_finite_here=bool(self.skips) and not any(skip.nonfinite for skip in self.skips),
             has_scaler=self.has_scaler,
+            framework=framework_named(start.framework, start.versions),
         )
         lines: tuple[Sample | Skip | BadStep | VerdictLine | Watched, ...]
         lines = (*self._whole_samples(), *self.skips, *self.verdicts, *self.watched)

@@ -12,6 +12,7 @@ from typing import TextIO
 from gradscaler.diagnose._logs.lines import TOOLS, Log
 from gradscaler.diagnose._record.finding import Finding, Verdict, verdict_of
 from gradscaler.diagnose._record.kinds import KINDS, kind_of
+from gradscaler.diagnose._record.thresholds import EXPLODED, FEW_EVENTS, MOST_SKIPPED
 from gradscaler.diagnose.report._content import Content, Headline
 from gradscaler.diagnose.report._words import ends, number, shown
 
@@ -19,11 +20,8 @@ NOT_UNDERSTOOD = f"no line looks as {', '.join(TOOLS[:-1])} or {TOOLS[-1]} print
 
 _LONGEST = 4096  # characters; these tools print shorter lines, and patterns are slow on long ones
 _STUCK = 20  # skips in a row, as for a monitor (`stuck_after`)
-_FEW = 3  # losses or skips, as for a monitor; fewer prove nothing
 _ROSE = 3.0  # times; a language model's loss of 2 or 3 diverges to ln(vocabulary), 10 or so
-_EXPLODED = 50.0  # times the usual loss, as for a monitor
 _SANK = 2.0**6  # times; single skips lower the scale so far only if they outrun its growth
-_OFTEN = 0.01  # of the steps once the scale has settled, as for a monitor
 _ASK = (
     "The log does not hold the cause: start a PyTorch script, as it is, with python -m gradscaler "
     "run, which names the operation and the line that make the first Inf or NaN."
@@ -90,18 +88,18 @@ def _is_at_lowest(log: Log) -> bool:
     is_small = log.is_lowest or scale <= 1 or not log.scales
     return (
         "floor" in log.stops
-        or (log.streak >= _FEW and scale < 1)
+        or (log.streak >= FEW_EVENTS and scale < 1)
         or (log.streak >= _STUCK and is_small)
     )
 
 
 def _diverged(log: Log) -> Finding | None:
     """A loss that rose before the steps failed, or to many times what it was."""
-    if len(log.recent) < _FEW or not 0 < log.usual < math.inf:
+    if len(log.recent) < FEW_EVENTS or not 0 < log.usual < math.inf:
         return None
     loss = median(log.recent)
     failed = bool(log.bad_now or log.stops) or _is_at_lowest(log)
-    if loss < log.usual * (_ROSE if failed else _EXPLODED):
+    if loss < log.usual * (_ROSE if failed else EXPLODED):
         return None
     so = f", then NaN or Inf from {log.since} on" if log.bad_now else ""
     so = so or (", and then the steps failed" if failed else "")
@@ -127,7 +125,7 @@ def _not_finite(log: Log) -> Finding | None:
         "If the NaN was applied, all weights are NaN: later steps repair nothing, so stop the run, "
         f"and go back to a checkpoint from before. {_ASK}"
     )
-    return Finding("loss", cause, action, count=log.bad_now, is_certain=log.bad_now >= _FEW)
+    return Finding("loss", cause, action, count=log.bad_now, is_certain=log.bad_now >= FEW_EVENTS)
 
 
 def _stopped(log: Log) -> Finding | None:
@@ -168,15 +166,15 @@ def _overflows(log: Log) -> Finding | None:
 def _goes_on(log: Log) -> Finding | None:
     """Skips or bad losses that go on after the scale has settled."""
     steps = log.steps[-1] - log.steps[0] if len(log.steps) > 1 else 0
-    are_often = steps > 0 and log.late > _OFTEN * steps
+    are_often = steps > 0 and log.late > MOST_SKIPPED * steps
     sank = log.settled is not None and log.settled >= _SANK * (log.scales or (math.inf,))[-1]
     bad = log.bad - log.bad_now
-    if max(bad, log.late if are_often or sank else 0) < _FEW:
+    if max(bad, log.late if are_often or sank else 0) < FEW_EVENTS:
         return None
     of = f" of {steps:,}" if steps else ""
     scale = f", at a loss scale that went {ends([*map(number, log.scales)])}" if log.scales else ""
     cause = f"{_were(log.late, of)} skipped after the loss scale had settled{scale}"
-    if bad >= _FEW:
+    if bad >= FEW_EVENTS:
         cause = f"{bad:,} losses were NaN or Inf, with finite ones between them"
     action = "Some batches are bad: look there for NaN, Inf, empty masks and outliers."
     return Finding("data", f"{cause}.", f"{action} {_ASK}", is_certain=False)

@@ -94,9 +94,13 @@ class Verdict:
 
 
 def verdict_of(findings: Sequence[Finding]) -> Verdict:
-    """The verdict of some findings; it keeps the first of each kind, in their order."""
+    """The verdict of some findings; it keeps the first of each kind, in their order.
+
+    That nothing is unusual is kept only if it is all that was found.
+    """
     kept: dict[str, Finding] = {}
-    for finding in findings:
+    unusual = [each for each in findings if each.kind != "normal"]
+    for finding in unusual or findings:
         kept.setdefault(finding.kind, finding)
     first, *others = kept.values()
     text = first.text

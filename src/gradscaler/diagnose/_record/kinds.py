@@ -17,6 +17,9 @@ class Kind(NamedTuple):
             fault has a finding that does.
         is_of_sample: whether the latest sample shows it, so that a later one may disprove it.
         shows_fit: whether its report shows which loss scales fit.
+        explains: the kinds of findings that are its effects, and are not reported beside it. Bad
+            batches lower the scale, so it is too small or below 1. Gradients behind a slope of 0
+            are 0, which is not underflow.
     """
 
     level: Level
@@ -24,25 +27,30 @@ class Kind(NamedTuple):
     explains_skips: bool = False
     is_of_sample: bool = False
     shows_fit: bool = False
+    explains: tuple[str, ...] = ()
 
 
 KINDS: dict[str, Kind] = {
     # Causes come before their effects. Lost steps come before lost precision.
     "ranks": Kind("bad", "The ranks do not decide together", explains_skips=True),
     "parameter": Kind("bad", "A parameter is NaN or Inf", explains_skips=True),
-    "divergence": Kind("bad", "The training diverges", explains_skips=True),
-    "activations": Kind("bad", "A module makes NaN or Inf", explains_skips=True),
+    "divergence": Kind("bad", "The training diverges", explains_skips=True, explains=("dead",)),
+    "activations": Kind(
+        "bad", "A module makes NaN or Inf", explains_skips=True, explains=("dead",)
+    ),
     "loss": Kind("bad", "The loss itself is NaN or Inf", explains_skips=True),
     "nan": Kind("bad", "A gradient is NaN or Inf", explains_skips=True),
     "floor": Kind(
         "bad", "Gradients overflow at the smallest scale", explains_skips=True, shows_fit=True
     ),
     "state": Kind("bad", "The optimizer's state is NaN or Inf", explains_skips=True),
-    "data": Kind("bad", "Some batches are bad", explains_skips=True),
+    "data": Kind(
+        "bad", "Some batches are bad", explains_skips=True, explains=("underflow", "floor")
+    ),
     "silent": Kind("bad", "The loss is NaN or Inf, and the gradients are finite"),
     "misuse": Kind("bad", "The training loop has a mistake", is_of_sample=True),
     "restart": Kind("warning", "The run was continued without the scaler's state"),
-    "dead": Kind("bad", "Gradients are exactly 0", is_of_sample=True),
+    "dead": Kind("bad", "Gradients are exactly 0", is_of_sample=True, explains=("underflow",)),
     "stalled": Kind("bad", "Parameters in 16 bits no longer move", is_of_sample=True),
     "range": Kind("warning", "No scale fits all parameters", is_of_sample=True, shows_fit=True),
     "underflow": Kind("warning", "The scale is too small", is_of_sample=True, shows_fit=True),

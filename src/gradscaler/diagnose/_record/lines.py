@@ -26,6 +26,7 @@ from gradscaler.diagnose._record.checks import (
     check_steps,
     one_of,
 )
+from gradscaler.diagnose._record.failure import Failure
 from gradscaler.diagnose._record.finding import Finding, Verdict
 from gradscaler.diagnose._record.formats import FORMATS
 from gradscaler.diagnose._record.located import Located
@@ -163,34 +164,9 @@ class Sample:
         backward: the dtypes of the backward passes since the previous sample, such as
             ``"float16"``, and ``"unknown"`` if a part of a graph could not be inspected. It is
             empty if no backward pass was inspected.
-        calls: the number of calls since the previous sample that suggest misuse, by kind.
-            ``"unstepped"``: ``update`` followed ``unscale_`` without a step in between.
-            ``"left_out"``: the gradients of such a step were zeroed before the next backward pass.
-            ``"switched"``: a step of one optimizer came after a step of another and an ``update``.
-            ``"unscaled"``: like ``"switched"``, and no loss was scaled in between. ``"unzeroed"``:
-            a backward pass added to gradients that a step had used; ``"unzeroed NAME"`` counts
-            those of a module's optimizer. ``"still"``: all learning rates of a step were 0, though
-            its optimizer was made with others. ``"faded"``: they were less than a millionth of the
-            largest before. ``"renewed"``: a step gave an optimizer its first
-            state. ``"overwritten"``: most parameters changed between a sampled step and the next
-            one. ``"resumed"``: before the first step, an optimizer had the state of an earlier run,
-            but the scaler was new.
-            ``"lossless"``: an eager scaler stepped, but no loss was scaled for it. ``"uphill"``:
-            a learning rate was negative. ``"repeated"``: an optimizer stepped beside its scaler,
-            with the same gradients. ``"nonfinite SETTING"``: an optimizer's setting, such as
-            ``"lr of group 0"``, was NaN or Inf. ``"negative"``: a loss was negative that never is
-            for targets as they should be; counted at samples. ``"absorbed"``: a float16 divisor
-            was Inf, and the loss finite. ``"by_hand"``: the code multiplies a loss by a power of 2,
-            of 256 or more. ``"twice"``: a loss takes probabilities for logits. ``"across"``: it
-            takes the logarithms of probabilities over the batch for those over the classes.
-            ``"broadcast"``: it compares each output of shape [n, 1] with each of n targets.
-            ``"unheld"``: it depends on parameters that neither the model nor an optimizer holds,
-            and that have not moved. ``"unregistered"``: such parameters are in a list or dict of
-            the model's. These are counted at samples, and as ``"absorbed PLACE"``, for example.
-            Some kinds count only before the first step. ``"idle"``: ``step`` found no gradient.
-            ``"raised"``: ``step`` or ``unscale_`` raised an error. ``"stepless"``: the parameters
-            moved between two scaled losses. ``"disabled"``: the scaler is disabled, and a forward
-            pass computed in float16.
+        calls: how often each event was seen since the previous sample, by its text, and by its text
+            and a place, such as ``"unzeroed"`` and ``"unzeroed head"``; see
+            :class:`~gradscaler.diagnose._record.events.Event`.
         missing: names of an optimizer's parameters that require a gradient and have none.
         cut: the operations that block the gradient, by the names of the parameters behind them.
             The operation is one whose gradient is 0, such as ``"round"``. The text is empty if the
@@ -259,6 +235,11 @@ class Skip:
     nonfinite: tuple[NonfiniteGradient, ...] | None = None
     more: int = 0
 
+    @property
+    def failure(self) -> Failure:
+        """The step as one that failed."""
+        return Failure(self.step, self.scale, self.loss, self.nonfinite)
+
 
 @dataclass(frozen=True)
 class BadStep:
@@ -295,6 +276,11 @@ class BadStep:
     lost_eps: float | None = None
     evaluated: tuple[float, float] | None = None
     parameter: str | None = None
+
+    @property
+    def failure(self) -> Failure:
+        """The step as one that failed; no scaler scaled its loss."""
+        return Failure(self.step, 1.0, self.loss, self.nonfinite)
 
     def check(self) -> None:
         """Check that what the step was left out for is known."""
@@ -335,21 +321,21 @@ class Watched:
     Attributes:
         step: the step's number.
         located: the place where the first Inf or NaN was made; None if that was not seen.
-        dtypes: the dtype of each module's output, which autocast chooses, by the module's name.
         parameter: the name of a parameter or a buffer that was not finite; None if none was seen.
         state: the name of an optimizer's state that was not finite; None if none was seen.
-        calls: the calls of a run without a step, as in :class:`Sample`; or ``"idle NAME"``, the
+        calls: the events of a run without a step, as in :class:`Sample`; or ``"idle NAME"``, the
             steps without a gradient of an optimizer that has made no other.
+        ended: why the monitor saw no later step; None if it did not end before the training.
     """
 
     kind: ClassVar[str] = "watched"
 
     step: NumSteps
     located: Located | None = None
-    dtypes: Mapping[str, str] = field(default_factory=dict)
     parameter: str | None = None
     state: str | None = None
     calls: Mapping[str, int] = field(default_factory=dict)
+    ended: str | None = None
 
 
 Line = Start | Sample | Skip | BadStep | VerdictLine | Watched

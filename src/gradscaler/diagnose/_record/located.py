@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +12,9 @@ OPAQUE = "CompiledFunction", "CheckpointFunction"  # operations that hide others
 @dataclass(frozen=True)
 class Located:
     """The first Inf or NaN, and where it was made from finite numbers.
+
+    It is a ``MadeInModule``, a ``MadeOutside``, a ``Given`` or a ``BadGradient``, by its kind and
+    its module.
 
     Attributes:
         module: the module's name in the model; empty for the model itself; None outside of all its
@@ -71,12 +75,16 @@ class Located:
     rows: str | None = None
     enlarged_by: str | None = None
 
+    def __post_init__(self) -> None:
+        """Become of the class of its kind and module; so does a copy with another kind."""
+        made = MadeOutside if self.module is None else MadeInModule
+        of_kind = {"backward": BadGradient, "input": Given}.get(self.kind, made)
+        object.__setattr__(self, "__class__", of_kind)  # frozen
+
     @property
     def bad_parameter(self) -> str | None:
         """The whole name of the parameter that is itself not finite; None if none is known."""
-        if self.kind != "forward" or not self.parameter:
-            return None
-        return f"{self.module or ''}.{self.parameter}".lstrip(".")
+        return None
 
     def is_at(self, other: Located) -> bool:
         """Whether this is the place of another Inf or NaN."""
@@ -84,10 +92,6 @@ class Located:
         return all(getattr(self, name) == getattr(other, name) for name in fields)
 
     def __str__(self) -> str:
-        counts = {"inf": self.num_inf, "nan": self.num_nan}
-        found = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-        backward = self.kind == "backward"
-        of = f", gradient of {self.parameter}" if backward and self.parameter else ""
         in_ = f", {self.operation}" if self.operation else ""
         at = f" at {self.line}" if self.line else ""
         where = f"{self.module or 'the model'} ({self.type}, {self.dtype})"
@@ -96,23 +100,64 @@ class Located:
             where = f"{inside}{self.dtype})"
         if self.is_likely or not self.size:
             return f"{self.kind} of {where}{in_}{at}{': probably' * self.is_likely}"
+        counts = {"inf": self.num_inf, "nan": self.num_nan}
+        found = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        of, read = self._of_and_read()
         text = (
             f"{self.kind} of {where}{of}{in_}{at}: {found} of {self.size}; "
-            f"largest {'gradient' if backward else 'input'} {self.largest_input:g}"
+            f"largest {read} {self.largest_input:g}"
         )
+        return "; ".join([text, *self._details()])
+
+    def _of_and_read(self) -> tuple[str, str]:
+        """Whose numbers these are, and what ``largest_input`` is the largest of."""
+        return "", "input"
+
+    def _details(self) -> Iterator[str]:
+        """What else is known."""
         if self.smallest_divisor is not None:
-            text += f"; smallest divisor {self.smallest_divisor:g}"
+            yield f"smallest divisor {self.smallest_divisor:g}"
         if self.way is not None:
-            text += f"; {self.way}"
+            yield self.way
         if self.enlarged_by is not None:
-            text += f"; enlarged by {self.enlarged_by}"
+            yield f"enlarged by {self.enlarged_by}"
         if self.summand is not None:
-            text += f"; in summand {self.summand} of the loss"
+            yield f"in summand {self.summand} of the loss"
         if self.rows is not None:
-            text += f"; in {self.rows}"
-        if not backward and self.parameter:
-            text += f"; its {self.parameter} is not finite"
-        return text
+            yield f"in {self.rows}"
+        if self.parameter and not isinstance(self, BadGradient):
+            yield f"its {self.parameter} is not finite"
+
+
+class Made(Located):
+    """An Inf or NaN that a forward pass made, or that a parameter holds."""
+
+    @property
+    def bad_parameter(self) -> str | None:
+        """The whole name of the parameter that is itself not finite; None if none is known."""
+        return f"{self.module or ''}.{self.parameter}".lstrip(".") if self.parameter else None
+
+
+class MadeInModule(Made):
+    """One that a module of the model made, or the model itself (``module`` is empty)."""
+
+
+class MadeOutside(Made):
+    """One that was made outside of the model: in a loss function, or in another module."""
+
+
+class Given(Located):
+    """One that no watched operation made, as in a batch; the operation is the first to read it."""
+
+
+class BadGradient(Located):
+    """One in the gradient of an operation's input, or of a parameter.
+
+    If it is likely, or its size is 0, its numbers were not seen.
+    """
+
+    def _of_and_read(self) -> tuple[str, str]:
+        return f", gradient of {self.parameter}" if self.parameter else "", "gradient"
 
 
 def is_exact(located: Located | None) -> bool:
@@ -121,6 +166,6 @@ def is_exact(located: Located | None) -> bool:
     A tensor that no node made may come from an operation that records no graph. A compiled or
     checkpointed function hides its operations or their lines.
     """
-    if located is None or located.kind == "input" or located.line is None or located.is_likely:
+    if located is None or isinstance(located, Given) or not located.line or located.is_likely:
         return False
     return not (located.operation or "").startswith(OPAQUE)

@@ -20,10 +20,9 @@ from gradscaler.diagnose._record.lines import (
     Watched,
 )
 from gradscaler.diagnose._record.step import Before
+from gradscaler.diagnose._record.thresholds import END_LOSSES
 
 RunT = TypeVar("RunT", bound="RecordedRun")
-
-_FEW = 5  # losses at each end of a run whose median is taken
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ class RecordedRun:
         if not losses or not latest.scales:
             return None
         scale = latest.scales[max(latest.scales)]
-        return Before(scale, median(losses[:_FEW]), median(losses[-_FEW:]))
+        return Before(scale, median(losses[:END_LOSSES]), median(losses[-END_LOSSES:]))
 
     def between(self: RunT, first: int, last: int) -> RunT:
         """The run with only the lines of the steps after ``first``, up to ``last``."""

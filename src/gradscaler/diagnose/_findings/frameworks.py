@@ -1,0 +1,48 @@
+"""What differs from framework to framework in the words of a finding: who finds an operation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Framework(NamedTuple):
+    """What a monitor is told in a framework, and what its user can call.
+
+    Attributes:
+        name: its name in a run file.
+        finder: what names the operation that makes an Inf or a NaN, also in the backward pass of a
+            batch whose loss is finite; empty if nothing is known to.
+        is_recorded: whether the user records each step; else the scaler announces it.
+        has_replay: whether ``record(replay=)`` names the operation.
+        has_watch: whether ``gradscaler run --watch`` watches a step's operations.
+    """
+
+    name: str = ""
+    finder: str = ""
+    is_recorded: bool = True
+    has_replay: bool = False
+    has_watch: bool = False
+
+
+_FRAMEWORKS = {
+    "torch": Framework(finder="locate()", is_recorded=False, has_watch=True),
+    "tensorplay": Framework(finder="locate()", is_recorded=False, has_watch=True),
+    "paddle": Framework(finder="locate()", is_recorded=False, has_watch=True),
+    "jax": Framework(finder="locate_jax()", has_replay=True, has_watch=True),
+    **dict.fromkeys(
+        ("keras on tensorflow", "keras on jax", "keras on torch", "tf_keras"),
+        Framework(finder="locate()", has_replay=True),
+    ),
+    "mindspore": Framework(finder="locate()", has_replay=True),
+}
+
+
+def framework_named(name: str, packages: Mapping[str, str]) -> Framework:
+    """A framework by its name; Keras is on a backend, which is among the packages of its run.
+
+    In one that is not known, as in the file of a later version, nothing is promised.
+    """
+    names = (name, *(f"{name} on {package}" for package in packages))
+    found = next((_FRAMEWORKS[each] for each in names if each in _FRAMEWORKS), Framework())
+    return found._replace(name=name)

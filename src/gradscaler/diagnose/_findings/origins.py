@@ -1,0 +1,377 @@
+"""Where the first Inf or NaN of steps that failed began: one text for each origin."""
+
+from __future__ import annotations
+
+import math
+
+from gradscaler.diagnose._findings.advice import (
+    at_any_scale,
+    at_line,
+    of_backward,
+    of_forward,
+    of_gradient,
+    seen_in,
+)
+from gradscaler.diagnose._findings.case import Case, Outcome
+from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._findings.nan_skips import is_nan
+from gradscaler.diagnose._record.finding import Finding
+from gradscaler.diagnose._record.located import (
+    BadGradient,
+    Given,
+    Located,
+    Made,
+    MadeInModule,
+    MadeOutside,
+)
+from gradscaler.diagnose._record.thresholds import EXPLODED, LARGE_FROM_THE_START
+
+EXPLAIN_ALL = (
+    "To see which, explain the files of all ranks together: gradscaler run writes one of each, and "
+    'so do monitors with path="run.{rank}.jsonl".'
+)
+_STATISTICS = "running_mean", "running_var"  # buffers that forward passes write
+_KEPT = "kept from step to step (averaged weights, statistics, a queue)"
+_UNTRAINED = "look at what writes its weights: an average's decay must be below 1"
+_UNTRAINED_IN_FLOAT16 = f"run it in float32 (autocast(enabled=False)), or {_UNTRAINED}"
+_LOOK_AT = (
+    "look at the data and how they are prepared, such as 0 / 0 (a deviation, sum or count of 0, "
+    "the deviation of one element), the logarithm of 0, or 0 * Inf (a mask)"
+)
+_NOT_RECORDED = (
+    "Whether they overflow or are NaN at every scale is not known: give monitor.record() loss= and "
+    "gradients="
+)
+_IN_FLOAT16 = (
+    "numbers beyond 65504 are Inf in float16: scale the loss by a GradScaler, which skips such "
+    "steps, or train in bfloat16"
+)
+_SCALED_BY_HAND = (
+    "the script multiplies its loss by a scale of its own, which makes gradients larger than the "
+    "65504 that float16 ends at: leave that to a GradScaler, which skips such steps and lowers its "
+    "scale, or lower it"
+)
+_OVERFLOW = (
+    "look for a division by a number near 0 or an exponential, lower the learning rate or warm it "
+    "up, and clip gradients"
+)
+
+
+def within(case: Case) -> Finding | None:
+    """A loss that exploded among the evaluations of one step of an optimizer."""
+    bad = case.evidence.bad_step
+    first, largest = (None if bad is None else bad.evaluated) or (0.0, 0.0)
+    if not 0 < EXPLODED * abs(first) < abs(largest):
+        return None
+    this = case.told("{this}")
+    return Finding(
+        "divergence",
+        f"The loss grew from {first:g} to {largest:g} within {this}, which evaluated it several "
+        "times, until numbers became Inf or NaN.",
+        'Let the optimizer search along its line (LBFGS: line_search_fn="strong_wolfe"), or lower '
+        "the learning rate; go back to a checkpoint from before it.",
+    )
+
+
+def parameter(case: Case) -> Finding | None:
+    """A parameter or a buffer that is itself not finite."""
+    evidence, bad = case.evidence, case.evidence.bad_step
+    located, name, whose = case.located, case.parameter, "The model's"
+    if name is None and located is not None:
+        name = located.bad_parameter
+        if isinstance(located, MadeOutside):  # such as a teacher
+            whose = f"Another module's ({located.type})"
+    if name is None:
+        return None
+    why = since = ""
+    if case.lost_eps == 0:
+        why = ": the optimizer divides by an eps of 0, and 0 / 0 is NaN where a gradient is 0"
+        action = "Go back to an earlier checkpoint, and set eps to 1e-8."
+    elif case.lost_eps is not None:
+        why = (
+            f": the optimizer divides by an eps of {case.lost_eps:g}, which is 0 in the "
+            "float16 of its parameters"
+        )
+        action = (
+            "Go back to an earlier checkpoint, and keep the parameters in float32, with the "
+            "forward pass under autocast, or set eps to 1e-4."
+        )
+    elif name.endswith(_STATISTICS):
+        undone = ": no skip undoes that" if evidence.has_scaler else ""
+        watched = evidence.watched
+        read = seen_in(watched) if isinstance(watched, Given) else ""
+        action = at_any_scale(
+            "reset it or go back to an earlier checkpoint, and look for the batch whose forward "
+            f"pass wrote Inf or NaN into it{read}{undone}",
+            evidence,
+        )
+    elif bad is not None and bad.is_from_start:
+        since = ", and was before the first step"
+        action = "Repair it in the checkpoint that was loaded, or in what initializes it."
+    else:
+        action = at_any_scale(
+            "go back to a checkpoint, and find what wrote it: " + _what_wrote(evidence),
+            evidence,
+        )
+    so = case.told(case.outcome.of_parameter)
+    cause = f"{whose} {name} is itself Inf or NaN{since}, {so}{why}."
+    return Finding("parameter", cause, action, name)
+
+
+def _what_wrote(evidence: Evidence) -> str:
+    """What may have written an Inf or NaN into a parameter."""
+    code = "code (a mean of no elements, a division by a norm of 0)"
+    start = "numbers not finite from the start"
+    if evidence.has_scaler and evidence.skipped >= evidence.steps:  # none was applied
+        return "optimizer.step() without the scaler, or weights that were not finite at first"
+    bad = evidence.bad_step
+    first = [start, code] if bad is not None and bad.step == 1 else [code, start]
+    return f"{', '.join(first)}, or too large a learning rate"
+
+
+def large_numbers(case: Case) -> Finding | None:
+    """A forward pass that overflows after losses that were very large from the first step on."""
+    found, losses = case.located, [step.loss for step in case.past]
+    first = next((loss for loss in losses if loss is not None), 0.0)
+    if (
+        case.is_skipped
+        or found is None
+        or not isinstance(found, Made)
+        or not LARGE_FROM_THE_START <= first < math.inf
+    ):
+        return None
+    if found.enlarged_by is not None:  # an exponential did that
+        return None
+    so = case.told(case.outcome.of_forward)
+    return Finding(
+        "activations",
+        f"The forward pass makes numbers that are too large from the start (the first loss is "
+        f"{first:g}), and then Inf or NaN{at_line(found)}, {so}.",
+        "Look at inputs that are not normalized, and at the first weights (those of a recurrent "
+        "layer multiply at each time step: use a smaller gain); use a normalization layer, and "
+        "clip gradients.",
+        found.module or None,
+        found.line,
+    )
+
+
+def forward(case: Case) -> Finding | None:
+    """An Inf or NaN that a forward pass makes, in the model or outside, or reads as an input."""
+    evidence, located = case.evidence, case.located
+    if located is None or isinstance(located, BadGradient):
+        return None
+    loss = case.last.loss
+    if loss is not None and math.isfinite(loss) and not isinstance(located, MadeInModule):
+        return None  # it did not reach the loss; user code may have changed the gradients
+    if isinstance(located, Given):
+        return _given(case, located)
+    module, kind = located.module, "activations"
+    maker = f"The forward pass of {module or 'the model'}"
+    if module is None:
+        kind = "loss"
+        outside = (
+            "The replayed function"
+            if evidence.framework.is_recorded
+            else "Code outside of the model"
+        )
+        maker = f"Another module ({located.type})" if located.type else outside
+    counts = (located.num_inf, "Inf"), (located.num_nan, "NaN")
+    made = " and ".join(f"{count} {what}" for count, what in counts if count)
+    action, so = of_forward(located), case.told(case.outcome.of_forward)
+    if module is None and located.type:
+        action = _UNTRAINED_IN_FLOAT16 if located.dtype == "float16" else _UNTRAINED
+    return Finding(
+        kind,
+        f"{maker} makes {made} in {located.dtype}{at_line(located)}{_from(located)}, {so}.",
+        at_any_scale(action, evidence),
+        "the model" if module == "" else module,
+        located.line,
+    )
+
+
+def _from(located: Located) -> str:
+    """What an operation made an Inf or NaN from; it may have been given one that was not seen."""
+    comma = "," if located.operation else ""
+    if math.isnan(located.largest_input):
+        return ", or by an operation before it" if located.operation else ""
+    inputs = f"{comma} from finite inputs up to {located.largest_input:g}"
+    if located.smallest_divisor is not None:
+        inputs += f", divided by {located.smallest_divisor:g}"
+    return inputs
+
+
+def _given(case: Case, located: Given) -> Finding:
+    """A tensor that already held an Inf or NaN when the first operation read it."""
+    evidence, kind, what = case.evidence, "loss", "A tensor that is not the model's holds"
+    if evidence.framework.is_recorded:  # a parameter is an argument, too
+        what = f"In the replayed function, {located.parameter or 'a constant'} holds"
+        action = (
+            "if it is a parameter, go back to an earlier checkpoint; if it is the batch, look at "
+            "the data and how they are prepared"
+        )
+    elif not evidence.has_scaler:
+        kind, action = "data", f"{_LOOK_AT}; if it is {_KEPT}, reset it"
+    elif evidence.steps > evidence.skipped:  # good batches came before
+        action = f"if it is {_KEPT}, reset it, as no skip does; else look at the data"
+    else:
+        kind, what = "data", "The batch itself holds"
+        action = _LOOK_AT
+    rows = f" in {located.rows}" if located.rows else ""
+    seen, so = at_line(located, "first seen in"), case.told(case.outcome.of_forward)
+    return Finding(
+        kind,
+        f"{what} Inf or NaN{rows} before the forward pass{seen}, {so}.",
+        at_any_scale(action, evidence),
+        line=located.line,
+    )
+
+
+def loss(case: Case) -> Finding | None:
+    """Losses that are mostly not finite. No more specific cause is known."""
+    evidence = case.evidence
+    losses = [each.loss for each in case.failures if each.loss is not None]
+    num_finite = sum(map(math.isfinite, losses))
+    if not losses or math.isfinite(losses[-1]) or 2 * num_finite > len(losses):
+        return None
+    so = case.told(case.outcome.of_loss)
+    return Finding(
+        "loss",
+        f"The {'unscaled ' * evidence.has_scaler}loss is itself {losses[-1]:g}, {so}.",
+        at_any_scale(
+            "look for Inf or NaN in the batch, and in the loss for a logarithm (take a loss of "
+            "logits), an exponential, a power, or a division by 0: compute it in float32",
+            evidence,
+        ),
+        is_certain=False,
+    )
+
+
+def gradient(case: Case) -> Finding | None:
+    """A gradient that is not finite though the loss is."""
+    evidence = case.evidence
+    found: Located | None = case.backward
+    is_applied = case.outcome is Outcome.APPLIED
+    if is_applied and found is None and evidence.bad_step is not None:
+        found = evidence.bad_step.located
+    where = name_it = ""
+    what, name = "NaN", case.last.nan if case.failures else None
+    if case.outcome is Outcome.IN_A_ROW:
+        if (name := _always_nan(case, found)) is None:
+            return None
+        scale = case.last.scale
+        where = (
+            " at every loss scale" if scale <= 1 else f" and none is Inf at a scale of {scale:g}"
+        )
+        finder = "" if at_line(found) else evidence.framework.finder
+        name_it = finder and f"; {finder} names the operation"
+    elif name is None and is_applied and case.last.nonfinite:
+        what, name = "Inf", case.last.nonfinite[0].name
+    at, so = at_line(found, "by the gradient of"), case.told(case.outcome.of_gradient)
+    though = ", though the loss is finite"
+    if is_applied and case.last.loss is None:
+        though = ""
+    if is_applied and evidence.world_size > 1 and (found is None or found.is_likely):
+        cause = (
+            f"The gradient of {name} is {what}{though} on this rank{so}: it may come from another "
+            "rank."
+        )
+        return Finding("elsewhere", cause, EXPLAIN_ALL, name)
+    bad = "A gradient is NaN or Inf" if name is None else f"The gradient of {name} is {what}"
+    action = f"{of_backward(found)}{name_it}"
+    if what == "Inf" and not at:
+        action = _IN_FLOAT16 if evidence.is_in_float16 else _OVERFLOW
+        if evidence.is_scaled_by_hand:
+            action = _SCALED_BY_HAND
+    return Finding(
+        "nan",
+        f"{bad}{where}{at}{though}{so}.",
+        at_any_scale(action, evidence),
+        name,
+        None if found is None else found.line,
+        is_certain=case.outcome is not Outcome.IN_A_ROW or case.last.scale <= 1,
+    )
+
+
+def _always_nan(case: Case, found: Located | None) -> str | None:
+    """The name of a gradient that is NaN at every scale, in skips in a row; None if none is.
+
+    Beside an Inf, a NaN at a scale of at most 1 proves nothing, unless an operation was located
+    whose slope can be Inf.
+    """
+    if case.is_elsewhere or case.has_large_loss:
+        return None
+    name = _nan_in_all(case)
+    if name is None and found is not None and of_gradient(found) is not None:
+        name = case.last.nan if case.last.scale <= 1 else None
+    return name
+
+
+def _nan_in_all(case: Case) -> str | None:
+    """The name of a parameter whose gradient was NaN in all inspected skips, or None.
+
+    It is also None if the last inspected skip may be an overflow; see :func:`is_nan`.
+    """
+    inspected = [each for each in case.failures if each.nonfinite]
+    if not inspected or not is_nan(inspected[-1], case.evidence):
+        return None
+    bad = [[g.name for g in each.nonfinite or () if g.num_nan] for each in inspected]
+    common = set.intersection(*map(set, bad))
+    return next((name for name in bad[0] if name in common), None)
+
+
+def overflow(case: Case) -> Finding:
+    """Gradients that overflow. The scale may still fall, or is at its lower limit."""
+    evidence, first, last = case.evidence, case.failures[0], case.last
+    skipped = case.told(case.outcome.of_forward).removeprefix("so ")
+    highest = first.scale if evidence.first_scale is None else evidence.first_scale
+    if highest != last.scale:
+        skipped += f" while the scale fell from {highest:g} to {last.scale:g}"
+    where, overflowed = _overflowed(case)
+    at_floor = evidence.min_scale is not None and last.scale <= evidence.min_scale
+    at_floor = at_floor or (len(case.failures) > 1 and first.scale == last.scale)
+    if not at_floor and last.scale > 1:
+        return Finding(
+            "normal",
+            f"{overflowed}, and {skipped}.",
+            "The scale is still falling, and a lower one may fix this: start from a lower "
+            "init_scale to get there sooner.",
+            where,
+        )
+    is_large = case.has_large_loss
+    loss = f" (the loss is {last.loss:g})" if is_large else ""
+    limit = "which cannot fall further" if at_floor else "which no longer enlarges gradients"
+    found = None if is_large or case.is_elsewhere else case.backward
+    at = at_line(found, "first in the gradient of")
+    overflowed += at and f"{at},"
+    cause = f"{overflowed}{loss} at a loss scale of {last.scale:g}, {limit}: {skipped}."
+    if case.is_elsewhere:
+        return Finding("elsewhere", cause, EXPLAIN_ALL)
+    divide = "ivide the loss (a mean in place of a sum, targets in larger units)"
+    allow = "llow a lower scale (min_scale, or DynamicScale if it is fixed)"
+    if last.scale > 1 and last.nonfinite and not last.has_inf:
+        action = f"A{allow}; if NaN is left at a scale of 1, it is no overflow"
+    elif last.scale > 1:
+        action = f"A{allow}, or d{divide}"
+    else:
+        lower = "allow a lower scale (min_scale)" if at_floor else "start from a scale below 1"
+        action = f"D{divide}, or {lower}"
+        if not is_large:
+            action += f"; or look {'there ' if at else ''}for a division by 0"
+    if last.loss is None and not last.nonfinite and not at:  # only record() may leave out both
+        replay = ", and replay=" * evidence.framework.has_replay
+        action = f"{_NOT_RECORDED}{replay}. If they overflow, {action[0].lower()}{action[1:]}"
+    line = None if found is None else found.line
+    return Finding("floor", cause, f"{action}.", where, line, is_certain=False)
+
+
+def _overflowed(case: Case) -> tuple[str | None, str]:
+    """The name of the first gradient that is not finite, and a clause that says so."""
+    if case.is_elsewhere:
+        return None, "Another rank's gradients, but not this one's, are Inf or NaN"
+    nonfinite = case.last.nonfinite
+    if not nonfinite:
+        return None, "The gradients are Inf or NaN"  # not inspected
+    where = nonfinite[0].name
+    if case.last.has_inf:
+        return where, f"The gradients overflow in {where}"
+    return where, f"The gradient of {where} is NaN"

@@ -1,0 +1,121 @@
+"""What a monitor counts of a training's calls, beside its steps: who writes and who reads it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Event(Enum):
+    """A kind of call, or of what a sampled step shows, that suggests a mistake.
+
+    Attributes:
+        text: its name in a run file, where a place may follow it.
+        writers: the modules of ``_monitor`` that count it.
+        readers: the modules of ``_findings`` that look for it.
+    """
+
+    def __init__(self, text: str, writers: str, readers: str) -> None:
+        self.text = text
+        self.writers = {*writers.split()}
+        self.readers = {*readers.split()}
+
+    # Calls of a scaler, and their order.
+    UNSTEPPED = "unstepped", "iterations", "calls"  # update() came after unscale_(), with no step
+    LEFT_OUT = "left_out", "used_gradients", "calls"  # such a step's gradients were zeroed
+    # A step came after a step of another optimizer and an update(): UNSCALED if no loss was scaled.
+    SWITCHED = "switched", "step_log", "calls evidence"
+    UNSCALED = "unscaled", "step_log", "calls"
+    LOSSLESS = "lossless", "iterations", "calls"  # an eager scaler stepped without a scaled loss
+    MIXED = "mixed", "observer", "calls"  # a step used gradients of which a part was unscaled
+    REPEATED = "repeated", "observer", "calls"  # the optimizer stepped beside its scaler
+    # Gradients that a step had used were added to: at the module of the optimizer, too.
+    UNZEROED = "unzeroed", "iterations", "calls"
+
+    # Optimizers and their settings.
+    NONFINITE = "nonfinite", "observer", "optimizers"  # at a setting, as "lr of group 0": Inf, NaN
+    UPHILL = "uphill", "observer", "optimizers"  # a learning rate was negative
+    STILL = "still", "observer", "optimizers"  # all rates were 0, of an optimizer with others
+    FADED = "faded", "observer", "optimizers"  # all were below a millionth of the largest before
+    RENEWED = "renewed", "observer", "optimizers"  # a step gave an optimizer its first state
+    OVERWRITTEN = "overwritten", "iterations", "optimizers learning"  # weights, between two steps
+    SHARED = "shared", "observer", "optimizers"  # as LOSS: it stepped another's parameters
+    EVALUATING = "evaluating", "observer", "calls"  # a model that had been in training mode before
+
+    # Losses, at samples; at an operation and its line, or at parameters, too.
+    NEGATIVE = "negative", "scaled_losses", "loss_graphs"  # never so for targets as they should be
+    BY_HAND = "by_hand", "scaled_losses", "evidence"  # multiplied by a power of 2 from 256 on
+    ABSORBED = "absorbed", "scaled_losses", "loss_graphs"  # a float16 divisor was Inf
+    TWICE = "twice", "scaled_losses", "loss_graphs"  # it takes probabilities for logits
+    ACROSS = "across", "scaled_losses", "loss_graphs"  # log-probabilities over the batch
+    BROADCAST = "broadcast", "scaled_losses", "loss_graphs"  # n outputs with n targets each
+    UNHELD = "unheld", "scaled_losses", "learning"  # it depends on what no model and optimizer has
+    UNREGISTERED = "unregistered", "scaled_losses", "loss_graphs"  # in a list of the model's
+
+    # Before the first step.
+    RESUMED = "resumed", "observer", "calls"  # an optimizer had a state, but the scaler was new
+    IDLE = "idle", "observer step_log", "calls optimizers"  # no gradient; at a module, later too
+    RAISED = "raised", "observer", "__init__"  # step() or unscale_() raised an error
+    STEPLESS = "stepless", "observer", "optimizers"  # parameters moved between two scaled losses
+    DISABLED = "disabled", "disabled", "calls"  # the scaler is, and a forward pass was in float16
+
+
+_BY_TEXT = {event.text: event for event in Event}
+
+
+@dataclass(frozen=True)
+class Counted:
+    """An event, where it was, and how often it was seen there.
+
+    ``where`` is empty for all places together.
+    """
+
+    event: Event
+    where: str = ""
+    count: int = 1
+
+
+def texts_of(counted: Iterable[Counted]) -> dict[str, int]:
+    """The counts by the texts of a run file, such as ``{"unzeroed": 3, "unzeroed head": 3}``."""
+    counts = Counter[str]()
+    for each in counted:
+        counts[f"{each.event.text} {each.where}".rstrip()] += each.count
+    return dict(counts)
+
+
+@dataclass(frozen=True)
+class Events:
+    """How often each event was seen, and where.
+
+    >>> seen = Events().after({"unzeroed": 2}).after({"unzeroed": 1, "unzeroed head": 1})
+    >>> seen.count(Event.UNZEROED), seen.place(Event.UNZEROED), seen.count(Event.MIXED)
+    (3, 'head', 0)
+    """
+
+    counts: Mapping[tuple[Event, str], int] = field(default_factory=dict)
+
+    def after(self, texts: Mapping[str, int]) -> Events:
+        """These events and those of a line; one that is not known, of a later version, is not."""
+        if not texts:
+            return self
+        counts = Counter(self.counts)
+        for text, count in texts.items():
+            name, has_place, where = text.partition(" ")
+            if name in _BY_TEXT and (where or not has_place):  # a place may have had no name
+                counts[_BY_TEXT[name], where] += count
+        return Events(counts)
+
+    def count(self, event: Event) -> int:
+        """How often an event was seen, in all places together."""
+        return self.counts.get((event, ""), 0)
+
+    def places(self, event: Event) -> dict[str, int]:
+        """How often an event was seen in each place, the most frequent first."""
+        found = {where: n for (each, where), n in self.counts.items() if each is event and where}
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def place(self, event: Event) -> str:
+        """The place where an event was seen most; empty if none is known."""
+        return next(iter(self.places(event)), "")

@@ -1,0 +1,92 @@
+"""The thresholds of the findings, each with its reason, and with the case that set it.
+
+A name in backticks is one of the trainings of the tests, or a test: its verdict is another one
+without the threshold, or at twice or half of it.
+"""
+
+# Steps, calls and samples that are enough.
+FEW_CALLS = 5  # calls, or steps that show them; fewer may be chance: `biases_before_batch_norms`
+# Samples that show the same, as what one shows may be in its batch alone. A training may have no
+# more of them: `a_count_beyond_float16_divides_a_loss_term`.
+FEW_SAMPLES = 2
+# Steps; a warm-up begins with one or two at a rate of 0: `a_warm_up_that_is_never_stepped`.
+FEW_STILL = 3
+FEW_EVENTS = 3  # skips or streaks; one bad batch does no harm in a longer run: `sparse_gradients`
+# Skips one after the other whose losses are not finite, as no lower scale cures them; fewer may be
+# bad batches side by side: `test_losses_that_are_bad_in_a_row_are_told_before_the_streak_is_long`.
+BAD_IN_A_ROW = 5
+SAME_FAILURES = 2  # failed steps: the first may be an accident, the second shows the same place
+# Losses that are scaled, and no step of the scaler: `the_optimizer_steps_without_the_scaler`.
+UNSTEPPED_LOSSES = 10
+UNFED_SAMPLES = 4  # samples with a gradient of 0 for a weight, and with another for its bias
+MANY = 0.25  # of the steps; a loop may err in one of a few: `a_step_after_each_micro_batch`
+MOST = 0.75  # of the steps, as a schedule that ends too early has ended by then
+ALMOST_ALL = 0.9  # of the steps; healthy loops do it now and then: `a_critic_that_steps_more_often`
+# Of the parameters, or of their elements: `half_parameters`, `updates_below_half_an_ulp`.
+HALF = 0.5
+SHORT = 50  # steps; the last one that a monitor samples early
+LONG = 100  # steps, in which a loss falls and a schedule shows
+# Steps, which a training may compute in float32 before it goes to float16: `no_autocast`.
+WARM_UP = 30
+LISTED = 3  # steps that a finding names
+
+# Skips and the loss scale.
+SETTLING_SKIPS = 20  # skips that a scale may need: 16 halvings take 65536, the default, to 1
+# The share of steps that may be skipped once the scale has settled. PyTorch's default growth tries
+# a higher scale every 2,000 steps, which skips 0.05 % of them: `outliers_whose_gradients_overflow`.
+MOST_SKIPPED = 0.01
+RARE = 0.02  # of all steps; rarer failures are bad batches
+# Of the largest number. Gradients may grow by the rest in one step: those of healthy batches can be
+# ten times apart (`noisy_gradients_at_the_edge`).
+CLOSE_TO_OVERFLOW = 2.0**-5
+MOSTLY_NAN = 0.5  # of the inspected skips
+SCALE_JUMPED = 4.0  # times the scale of the run before; one growth or backoff is a factor of 2
+# The distance of the power of the scale that a loss follows from 1 or 2, and the least factor by
+# which it falls: `a_penalty_on_gradients_that_are_still_scaled`, `the_loss_is_scaled_twice`.
+EXACT_POWER, FELL_WITH_SCALE = 0.3, 1.3
+# From this scale on, underflow does not make all gradients 0: `zero_grad_before_the_step`.
+LARGE_SCALE = 2.0**10
+# A larger scale fits if the largest gradient can double this often: `a_loss_with_a_tiny_weight`.
+HEADROOM = 4.0
+# The share of gradients that are flushed, or zero beside many small ones. Any training has some:
+# `accumulation_done_right`; and `sigmoids_without_a_scale` has not twice as many.
+LOST = 0.05
+DEAD = 0.9  # the share of gradients that are exactly 0: `experts_that_are_cold_now_and_then`
+SETTLED = 10  # steps; an adapter may start from 0, so that what is before it has no gradient
+
+# Losses.
+# Gradients of a larger loss overflow anyway, and may become NaN: `the_deviation_of_equal_numbers`.
+LARGE_LOSS = 65504.0
+LARGE_FROM_THE_START = 1e9  # a loss; a usual one of sums over a batch of images is below 1e6
+ORDINARY = 255.0  # an input whose square float16 can hold is no outlier of a bad batch
+OUTLIER = 10.0  # times the usual loss
+# Times the loss before: `a_ratio_of_probabilities_that_grows` is no divergence, nor is
+# `a_row_is_normalised_by_hand`.
+EXPLODED = 50.0
+LEAST_EXPLODED = 5.0  # a critic's first loss may be near 0, and any later one is large beside it
+# Times the first loss. Targets that grow by design rarely take the weights along, or so far:
+# `targets_that_grow`.
+RAN_AWAY = 1e3
+STILL_GROWS = 1.5  # times the loss half as long ago
+FAILS_OFTEN = 0.3  # of the latest steps, if it diverges; as targets grow, fewer fail
+RECENT = 20  # steps
+SOON = 5  # steps from an exploded loss to an overflow that it explains, or from the start
+STOOD = 0.9  # times the loss before: it has not fallen
+ROSE = 2.0  # times the first loss; a batch's own loss often is a little larger
+FELL = 0.05  # of the first loss, at least
+SOLVED = 0.01  # times the first loss
+EARLY, LATE = 10, 20  # steps, whose mean losses are compared, as one batch's own says little
+SOME_LOSSES = 10  # losses, for a median
+END_LOSSES = 5  # at each end of a run, for a median
+
+# Weights, gradients and learning rates.
+WEIGHTS_GREW = 10.0  # times the norm of the first: `adam_with_a_large_step_on_cross_entropy`
+WEIGHTS_GREW_A_LITTLE = 1.5  # which is enough beside a loss that is far from all that is meant
+# Times the norm before. A weight decay that is chosen well halves or quarters it; at 0.02, two
+# layers in a row pass 0.04 % of what they did: `a_weight_decay_that_outweighs_the_gradients`.
+SHRUNK = 0.02
+RATE_GREW = 10.0  # times the learning rate before
+VANISHED = 20  # powers of 2 from the largest gradient of one parameter to that of another
+SAME_NORM = 2e-5  # the relative difference of norms that are clipped to one number
+LARGEST_CLIP = 1e3  # the largest number that people clip gradients to
+LATEST_SAMPLES = 10  # that are kept

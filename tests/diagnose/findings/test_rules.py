@@ -1,0 +1,46 @@
+"""What the numbers of a run must be for a finding, by evidence without a training."""
+
+import pytest
+
+from gradscaler.diagnose._findings import judge
+from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._record.events import Events
+from gradscaler.diagnose._record.step import Step
+from tests.support import run_files
+
+
+def causes(evidence):
+    return " ".join(each.cause for each in judge(evidence).findings)
+
+
+@pytest.mark.parametrize(("power", "is_told"), [(0, False), (1, True), (2, True), (4, False)])
+def test_a_loss_that_falls_with_the_scale_in_each_skip_is_told(power, is_told):
+    scales = [2.0**exponent for exponent in range(16, 8, -1)]
+    past = [Step(step, scale, True, scale**power) for step, scale in enumerate(scales, 1)]
+    said = causes(Evidence(100, len(past), past=tuple(past), scale=scales[-1]))
+    assert ("The loss falls with the loss scale" in said) == is_told
+
+
+@pytest.mark.parametrize(
+    ("steps", "count", "is_told"), [(4, 4, False), (5, 5, True), (100, 24, False), (100, 25, True)]
+)
+def test_gradients_are_unzeroed_if_a_quarter_of_the_steps_shows_it(steps, count, is_told):
+    said = causes(Evidence(steps, 0, events=Events().after({"unzeroed": count})))
+    assert ("the backward pass added" in said) == is_told
+
+
+@pytest.mark.parametrize(("zero", "is_told"), [(1.0, True), (0.95, True), (0.85, False)])
+def test_gradients_are_dead_if_nine_tenths_are_0_and_none_is_small(zero, is_told):
+    rest = 1.0 - zero
+    parameters = {
+        "first": run_files.parameter(1.0, 0.0, 0.0, 0.0, (0, [])),
+        "second": run_files.parameter(1.0, 0.0, 0.0, 0.0, (0, [])),
+        "third": run_files.parameter(zero, 0.0, 0.0, 0.0, (-2, [9])),
+    }
+    shares = run_files.shares(zero, 0.0, 0.0, rest, 0.0, 0.0)
+    line = run_files.sample(
+        *(50, 2.0**16, [], 50, [], 1.0, 1.0, shares, (-2, [9])), parameters=parameters
+    )
+    run = run_files.run_of(run_files.start(), line)
+    said = causes(Evidence(50, 0, sample=run.samples[0], scale=2.0**16))
+    assert ("exactly 0" in said) == is_told

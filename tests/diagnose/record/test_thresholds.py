@@ -1,0 +1,48 @@
+"""The thresholds of the findings stand in one module, each with its reason or its case."""
+
+import ast
+import re
+from pathlib import Path
+
+from gradscaler import diagnose
+from gradscaler.diagnose._record import thresholds
+
+ROOM = Path(diagnose.__file__).parent
+TESTS = Path(__file__).parents[2]
+LINES = Path(thresholds.__file__).read_text("utf-8").splitlines()
+
+
+def numbers_of(path):
+    """The names of the numbers that a module defines."""
+    for node in ast.parse(path.read_text("utf-8")).body:
+        is_number = isinstance(node, ast.Assign) and not any(
+            isinstance(part, (ast.Call, ast.Name, ast.JoinedStr, ast.Subscript))
+            or (isinstance(part, ast.Constant) and not isinstance(part.value, (int, float)))
+            for part in ast.walk(node.value)
+        )
+        if is_number:
+            yield from (name.id for name in ast.walk(node.targets[0]) if isinstance(name, ast.Name))
+
+
+def test_no_detector_has_a_threshold_of_its_own():
+    assert len([*numbers_of(Path(thresholds.__file__))]) > 50
+    assert [(path.stem, *numbers_of(path)) for path in (ROOM / "_findings").glob("*.py")] == [
+        (path.stem,) for path in (ROOM / "_findings").glob("*.py")
+    ]
+
+
+def test_each_threshold_is_used_and_has_a_comment():
+    used = "".join(
+        path.read_text("utf-8") for path in ROOM.rglob("*.py") if path.name != "thresholds.py"
+    )
+    for name in numbers_of(Path(thresholds.__file__)):
+        assert re.search(rf"\b{name}\b", used), name
+        (at,) = (n for n, line in enumerate(LINES) if re.match(rf"(\w+, )?{name}\b[^(]* = ", line))
+        assert "  # " in LINES[at] or LINES[at - 1].startswith("# "), name
+
+
+def test_each_case_that_set_a_threshold_is_there():
+    tests = "".join(path.read_text("utf-8") for path in TESTS.rglob("*.py"))
+    cases = re.findall(r"`(\w+)`", "\n".join(LINES))
+    assert len(cases) > 20
+    assert [case for case in cases if f"def {case}(" not in tests] == []
