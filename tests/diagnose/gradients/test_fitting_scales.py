@@ -74,8 +74,15 @@ def test_the_scales_that_fit_are_those_that_fit_every_parameter():
     fit = run.fit
     assert (fit.common.low, fit.common.high) == (16, 15)
     assert (fit.lowest, fit.highest) == ("small", "large")
+    assert fit.is_empty
     fit = run_with({"small": np.full(4, 2.0**-20), "large": np.full(4, 2.0**-2)}).fit
     assert (fit.common.low, fit.common.high) == (6, 15)
+
+
+def test_one_scale_that_fits_is_enough():
+    fit = run_with({"small": np.full(4, 2.0**-29), "large": np.full(4, 2.0**-2)}).fit
+    assert (fit.common.low, fit.common.high) == (15, 15)
+    assert not fit.is_empty
 
 
 def test_the_sentence_gives_the_scales_that_fit_and_the_runs_own():

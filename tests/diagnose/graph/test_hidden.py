@@ -108,8 +108,8 @@ def teacher_in_half(model, x, is_bad):
 def test_an_operation_without_a_graph_is_named_when_the_failure_comes_again(
     loss_of, operation, mark
 ):
-    """However irregular: here after 2, 9 and 4 steps."""
-    *before, found = places(loss_of, "..!........!....!")
+    """However irregular: here after 2, 5 and 4 steps."""
+    *before, found = places(loss_of, "..!....!....!")
     assert before[2].kind == "input"
     assert (before[-1].operation, before[-1].line) == (operation, line_with(mark))
     assert (found.kind, found.module, found.operation) == ("forward", None, operation)

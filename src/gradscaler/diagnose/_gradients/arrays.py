@@ -113,6 +113,29 @@ def local(array: Array) -> Array:
     return array.to_local() if hasattr(array, "to_local") else array
 
 
+def has_numbers(array: Array) -> bool:
+    """Whether an array holds numbers.
+
+    In PyTorch, one on the meta device does not, nor one of ``FakeTensorMode``, nor a parameter of a
+    lazy module that was not called yet.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not isinstance(array, torch.Tensor):
+        return True
+    if array.is_meta or isinstance(array, torch.nn.parameter.UninitializedTensorMixin):
+        return False
+    fake: Any = sys.modules.get("torch._subclasses.fake_tensor")
+    return fake is None or not isinstance(local(array), fake.FakeTensor)
+
+
+def alone(array: Array) -> Array:
+    """An array that keeps no other memory: a copy of an element of a large tensor of PyTorch."""
+    if not hasattr(array, "untyped_storage"):
+        return array
+    is_whole = array.untyped_storage().nbytes() <= array.numel() * array.element_size()
+    return array if is_whole else array.clone()
+
+
 def dense(array: Array) -> Array:
     """A dense, detached array of an array's elements.
 

@@ -132,8 +132,8 @@ def rows_of(tensor: Tensor) -> str | None:
 
     The rows of a view are those of the tensor that it shows in another form, such as a batch.
     """
-    base = tensor if tensor._base is None else tensor._base
-    values = to_numpy(base if base.numel() == tensor.numel() else tensor)
+    base = getattr(tensor, "_base", None)  # PyTorch's
+    values = to_numpy(tensor if base is None or base.numel() != tensor.numel() else base)
     if values.ndim == 0:
         return None
     bad = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(axis=1)).tolist()

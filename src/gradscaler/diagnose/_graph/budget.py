@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from time import perf_counter as clock
+from time import thread_time as processor_clock
 
 SHARE = 0.05  # of the training time, for all watches of a kind together
 WATCHED = 20  # mean step times that a watch of the modules must be able to take
@@ -15,10 +16,14 @@ class Budget:
     Args:
         credit: seconds that may be used beyond that share.
         share: the share.
+        of_processor: whether watches take the time of the processor alone: another process may
+            stop a watch that is much shorter than a step.
     """
 
-    def __init__(self, credit: float = 0.0, share: float = SHARE) -> None:
-        self._credit, self._share = credit, share
+    def __init__(
+        self, credit: float = 0.0, share: float = SHARE, of_processor: bool = False
+    ) -> None:
+        self._credit, self._share, self._of_processor = credit, share, of_processor
         self._first: tuple[int, float] | None = None  # the first step, and when it ended
         self._began: float | None = None  # the start of the running watch
         self._may_take = 0.0  # seconds for the running watch
@@ -59,12 +64,12 @@ class Budget:
     @property
     def is_used_up(self) -> bool:
         """Whether the running watch has exceeded its time."""
-        return self._began is not None and clock() - self._began > self._may_take
+        return self._began is not None and self._now() - self._began > self._may_take
 
     def begin(self, seconds: float, usual: float = 0.0) -> None:
         """Begin a watch that may take ``seconds`` more than what it watches usually takes."""
         self.end()
-        self._began, self._may_take = clock() + usual, seconds
+        self._began, self._may_take = self._now() + usual, seconds
 
     def end(self) -> None:
         """End the running watch.
@@ -72,7 +77,10 @@ class Budget:
         A watch that exceeded its time was cut off. A complete one is assumed to take twice as long.
         """
         if self._began is not None:
-            took = max(clock() - self._began, 0.0)
+            took = max(self._now() - self._began, 0.0)
             self._spent += took
             self._longest = max(self._longest, 2 * took if took > self._may_take else took)
             self._began = None
+
+    def _now(self) -> float:
+        return processor_clock() if self._of_processor else clock()

@@ -6,38 +6,31 @@ import re
 import sys
 from collections.abc import Iterable
 from functools import cache
+from inspect import unwrap
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 import gradscaler
+from gradscaler.diagnose._graph import stand_ins
+from gradscaler.diagnose._operations.operation import Role
+from gradscaler.diagnose._operations.rows import canonical, names_with
 
-# The names that users know, by PyTorch's internal names.
-_CALLED = {
-    **dict.fromkeys(("addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "mm", "mv"), "matmul"),
-    "convolution": "conv",
-    **dict.fromkeys(("linalg_vector_norm", "vector_norm"), "norm"),
-    **dict.fromkeys(("bfloat16", "double", "float", "half", "to_copy", "type"), "to"),
-    **dict.fromkeys(("divide", "true_divide", "truediv"), "div"),
-    "linear": "matmul",
-    "multiply": "mul",
-    "setitem": "copy",
-}
 _INNER = re.compile(
     r"^_|_$|^(native|cudnn|miopen|mkldnn|safe|fused)_|_(forward|for_cpu|interface)$"
 )
 _REFLECTED = re.compile(r"^__r(?=\w+__)|(?<=\w)__$")  # 1 / x is x.__rdiv__(1)
-_FRAMEWORKS = "torch", "tensorplay", "paddle", "jax", "keras", "flax", "equinox", "optax"
+_FRAMEWORKS = (
+    *("torch", "tensorplay", "paddle", "mindspore", "jax", "flax", "equinox", "optax"),
+    *("tensorflow", "keras", "tf_keras", "optree"),  # Keras calls through optree
+)
 _FUNCTIONS = "functional.py", str(Path("nn", "functional.py")), "_tensor.py"
 _NOT_NAMED = ("wrapped", "multi_head_attention_forward")  # less telling than the operation inside
-# Nodes that only reshape, cast, copy or select their input.
-_FORMS = re.compile(
-    r"(T|Transpose|Permute|View|UnsafeView|Reshape\w*|Expand|ToCopy|Clone|Slice|Select|Alias"
-    r"|Squeeze|Unsqueeze)Backward\d"
-)
+_MOVES = names_with(Role.MOVES)
 _MOST_FORMS = 8
 LOGDET = "logdet"
-_PASSED = "calls.py", "search.py"  # the user's calls pass through them
+# The user's calls, or those of Keras' fit, pass through them.
+_PASSED = "calls.py", "search.py", "../_monitor/fit_batches.py"
 _COMPILED = "<eval_with_key>"  # the file of code that PyTorch's compiler writes
 
 Node = Any
@@ -71,7 +64,7 @@ def called_from(frames: Iterable[Frame]) -> tuple[str | None, str | None]:
 def _public(function: str) -> str | None:
     """The name of a public function of PyTorch, as users write it; None if it is not telling."""
     name = _REFLECTED.sub("", function)
-    return None if name.startswith("_") or name in _NOT_NAMED else name
+    return None if name.startswith("_") or name in _NOT_NAMED else canonical(name)
 
 
 def stack_from(frame: FrameType | None) -> tuple[list[Frame], list[Any]]:
@@ -79,7 +72,7 @@ def stack_from(frame: FrameType | None) -> tuple[list[Frame], list[Any]]:
 
     PyTorch's compiler wraps a module in one of its own, which is left out.
     """
-    call = sys.modules["torch"].nn.Module.__call__.__code__
+    call = unwrap(sys.modules["torch"].nn.Module.__call__).__code__
     calls, modules = [], []
     while frame is not None:
         calls.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
@@ -101,6 +94,15 @@ def users_line(frames: Iterable[tuple[str, int]]) -> str | None:
     return next(lines, None)
 
 
+def is_of_user(function: object) -> bool:
+    """Whether a function was written by the user, and not by a framework or a library of it."""
+    function = getattr(function, "func", function)  # of functools.partial
+    code = getattr(unwrap(function), "__code__", None) if callable(function) else None
+    if code is None:  # an object that is called, such as a module
+        code = getattr(vars(type(function)).get("__call__"), "__code__", None)
+    return code is not None and _whose(code.co_filename) == "user"
+
+
 def called(own: str) -> str:
     """The name that users know for an operation, from PyTorch's internal name.
 
@@ -110,7 +112,7 @@ def called(own: str) -> str:
     name = own
     while (shorter := _INNER.sub("", name)) not in ("", name):
         name = shorter
-    return _CALLED.get(name, name)
+    return canonical(name)
 
 
 @cache  # a graph has the same few names again and again
@@ -144,7 +146,8 @@ def source_of(node: Node) -> Node:
 
 def is_form(node: Node) -> bool:
     """Whether a node's operation only reshapes, casts, copies or selects."""
-    return bool(_FORMS.fullmatch(node.name()))
+    name: str = node.name()
+    return name[-1:].isdigit() and differentiated(name) in _MOVES
 
 
 def operation_of(node: Node) -> str:
@@ -167,7 +170,7 @@ def _is_of_determinant(node: Node) -> bool:
 def _whose(filename: str) -> Literal["user", "functions", "framework", "gradscaler"]:
     """The owner of a file; ``"functions"`` are the files of PyTorch's public Python functions."""
     path, own = Path(filename), Path(gradscaler.__file__).parent
-    if path in map(Path(__file__).with_name, _PASSED):
+    if path in [Path(__file__).parent.joinpath(each).resolve() for each in _PASSED]:
         return "framework"
     if own in path.parents:
         return "user" if own / "demo" in path.parents else "gradscaler"
@@ -176,7 +179,7 @@ def _whose(filename: str) -> Literal["user", "functions", "framework", "gradscal
     for package in packages.intersection(path.parents):
         is_function = str(path.relative_to(package)) in _FUNCTIONS
         return "functions" if package.name == "torch" and is_function else "framework"
-    return "framework" if filename.startswith(("<frozen ", _COMPILED)) else "user"
+    return "framework" if filename.startswith(("<frozen ", stand_ins.FILE, _COMPILED)) else "user"
 
 
 def shown_line(filename: str, number: int) -> str:

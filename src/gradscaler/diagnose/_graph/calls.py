@@ -17,11 +17,13 @@ from typing import Any
 from gradscaler.diagnose._gradients.reading import Reading, Tensor, floating, read
 from gradscaler.diagnose._graph.call_site import called, operation_of
 from gradscaler.diagnose._graph.nodes import kept
+from gradscaler.diagnose._operations.operation import Role
+from gradscaler.diagnose._operations.rows import names_with
 
-_OPERATOR = re.compile(r"__[ir]?(add|sub|mul|matmul|truediv|floordiv|pow|mod)__")
 _IN_PLACE = re.compile(r"(?<!_)_$|^__i\w+__$|^__setitem__$")
 _OVERWRITES = re.compile("^(copy|fill|normal|uniform|zero)_$")  # their first argument
 
+_DIVIDES = names_with(Role.DIVIDES)
 _UNSEEN = "__get__", "_foreach_"  # to get an attribute; what optimizers do to all parameters
 
 
@@ -64,8 +66,7 @@ class Call:
     @property
     def operation(self) -> str:
         """The name that users know."""
-        operator = _OPERATOR.fullmatch(self.name)
-        return "div" if self._is_reversed else called(operator[1] if operator else self.name)
+        return called(self.name)
 
     @property
     def _is_reversed(self) -> bool:
@@ -83,7 +84,7 @@ class Call:
     def divisor(self) -> float | None:
         """The smallest magnitude of its divisor; None if it has none, or overwrote it."""
         node, name = self.outputs[0].grad_fn, self.operation
-        if name in ("div", "reciprocal", "rsqrt"):
+        if name in _DIVIDES:
             found = self.inputs[name == "div" and not self._is_reversed :][:1]
         else:  # a function that divides in the end
             is_div = node is not None and operation_of(node) == "div"
@@ -103,12 +104,16 @@ class CallWatch:
     and no error in ``see`` reaches them. Compiled code runs uncompiled meanwhile, by PyTorch's
     ``force_eager`` stance; else PyTorch would compile it again, with the mode in it.
 
+    Modes are on a stack, and leaving one leaves the topmost. The user may enter and leave modes
+    meanwhile, so this one is below those of the user, and is taken from there.
+
     Args:
         see: called with each call that returned.
         may_continue: called before each call; returns whether to see it.
 
     Attributes:
         mode: the mode.
+        is_on: whether calls are seen.
     """
 
     def __init__(
@@ -117,14 +122,15 @@ class CallWatch:
         from torch.compiler import is_compiling
         from torch.overrides import TorchFunctionMode
 
-        own = weakref.ref(self)
+        own, jit = weakref.ref(self), sys.modules["torch.jit"]
 
         class Mode(TorchFunctionMode):
             def __torch_function__(
                 self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
             ) -> Any:
-                # PyTorch compiles an operator such as cond, and the mode with it.
-                watch = None if is_compiling() else own()
+                # PyTorch compiles an operator such as cond, and the mode with it; and the graph of
+                # a traced call would hold what we compute.
+                watch = None if is_compiling() or jit.is_tracing() else own()
                 if watch is None:
                     return func(*args, **(kwargs or {}))
                 return watch.call(func, args, kwargs or {}, inspect.currentframe())
@@ -139,32 +145,38 @@ class CallWatch:
         self._thread, self._process = threading.get_ident(), os.getpid()
 
     def start(self) -> None:
-        """Start watching."""
+        """Start watching.
+
+        Raises:
+            RuntimeError: a compiled function is running, in which PyTorch changes no stance.
+        """
         self.stop()
         self._thread, self._process = threading.get_ident(), os.getpid()
+        if not _is_entered(self.mode):  # it could not be left yet
+            _put(self.mode)  # first, as stop() restores the stance of a mode that is entered
+        try:
+            if "torch._dynamo" in sys.modules:  # without it, nothing is compiled
+                compiler: Any = sys.modules["torch.compiler"]
+                # The "default" stance remembers the user's. It comes first, so that an interrupt
+                # before it is kept does not leave "force_eager" on.
+                self._stances.append(compiler.set_stance("default"))
+                compiler.set_stance("force_eager")
+        except RuntimeError:
+            self.stop()
+            raise
         self.is_on = self.is_entered = True
-        self.mode.__enter__()
-        if "torch._dynamo" in sys.modules:  # without it, nothing is compiled
-            compiler: Any = sys.modules["torch.compiler"]
-            # The "default" stance remembers the user's. It comes first, so that an interrupt
-            # before it is kept does not leave "force_eager" on.
-            self._stances.append(compiler.set_stance("default"))
-            compiler.set_stance("force_eager")
 
     def stop(self) -> None:
         """Stop watching.
 
-        Where the mode cannot be left, it does nothing any more, until it can be: in another thread,
-        as each has its own stack of modes; while the mode handles a call; or below another mode.
+        Where the mode cannot be taken from the stack, it does nothing any more, until it can be: in
+        another thread, as each has its own stack, or while the mode handles a call.
         """
         was_on, self.is_on = self.is_on, False
-        is_here = threading.get_ident() == self._thread
-        if was_on and not (is_here and _is_innermost(self.mode)):
+        is_left = threading.get_ident() == self._thread and _leave(*self._entered)
+        if was_on and not is_left:
             _leave_on(self._thread, *self._entered)
-            return
-        if is_here:
-            _leave(*self._entered)
-        self.is_entered = False
+        self.is_entered = was_on and not is_left
 
     def call(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None
@@ -186,7 +198,10 @@ class CallWatch:
 
 
 def _leave_on(thread: int, mode: object, stances: list[object]) -> None:
-    """Leave a mode on the thread that entered it, at that thread's next call of a module."""
+    """Leave a mode on the thread that entered it, at that thread's next call of a module.
+
+    The stack of a thread that has ended is gone, and the stance is that of all threads.
+    """
     from torch.nn.modules.module import register_module_forward_pre_hook
 
     def leave(*_: object) -> None:
@@ -196,17 +211,62 @@ def _leave_on(thread: int, mode: object, stances: list[object]) -> None:
 
     if any(other.ident == thread for other in threading.enumerate()):
         handle = register_module_forward_pre_hook(leave)
+    else:
+        _restore(stances)
 
 
-def _leave(mode: Any, stances: list[Any]) -> None:
-    """Leave a mode and restore the user's stance, if the mode is the innermost one."""
-    if _is_innermost(mode):
-        mode.__exit__(None, None, None)
-        while stances:
-            stances.pop().__exit__(None, None, None)
+def _leave(mode: Any, stances: list[Any]) -> bool:
+    """Take a mode from the stack of this thread, and restore the user's stance; False if it is not.
+
+    A backward pass that raised an error may have left it there several times.
+    """
+    was_entered = _is_entered(mode)
+    while _is_entered(mode):
+        _take(mode)
+    if was_entered:
+        _restore(stances)
+    return was_entered
 
 
-def _is_innermost(mode: object) -> bool:
-    from torch.overrides import _get_current_function_mode
+def _restore(stances: list[Any]) -> None:
+    """Restore the user's stance of PyTorch's compiler."""
+    while stances:
+        stances.pop().__exit__(None, None, None)
 
-    return _get_current_function_mode() is mode
+
+def _is_entered(mode: object) -> bool:
+    from torch.overrides import _get_current_function_mode_stack
+
+    return any(each is mode for each in _get_current_function_mode_stack())
+
+
+def _put(mode: object) -> None:
+    """Put a mode on the stack below those of the user, but above that of the default device.
+
+    PyTorch wants that at the bottom, and puts it there itself.
+    """
+    import torch
+    from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
+
+    default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    above = []
+    try:
+        while (top := _get_current_function_mode()) is not None and top is not default:
+            above.append(_pop_mode())
+        _push_mode(mode)
+    finally:
+        while above:
+            _push_mode(above.pop())
+
+
+def _take(mode: object) -> None:
+    """Take a mode from the stack, wherever it is."""
+    from torch.overrides import _pop_mode, _push_mode
+
+    above = []
+    try:
+        while (top := _pop_mode()) is not mode:
+            above.append(top)
+    finally:
+        while above:
+            _push_mode(above.pop())

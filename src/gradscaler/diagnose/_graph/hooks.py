@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from types import FrameType
 from typing import Any, Protocol
+
+from gradscaler.diagnose._graph.guard import guarded
+
+_Call = Callable[..., object]
 
 
 class Handle(Protocol):
@@ -15,20 +20,72 @@ class Handle(Protocol):
         """Remove the hook."""
 
 
-def weakly(method: Callable[..., object], may_raise: bool = False) -> Callable[..., Any]:
-    """A function that calls a method, and does not keep its object alive.
+def weakly(method: _Call) -> Callable[..., Any]:
+    """A guarded function that calls a method, and does not keep its object alive.
 
     Python's garbage collector cannot see into PyTorch's graph, so a hook there that holds the
-    object would keep it alive for ever. Errors are suppressed, unless it ``may_raise`` them.
+    object would keep it alive for ever.
     """
     own = weakref.WeakMethod(method)
 
     def call(*args: object) -> Any:
         bound = own()
-        with nullcontext() if may_raise else suppress(Exception):
-            return None if bound is None else bound(*args)
+        return None if bound is None else bound(*args)
 
-    return call
+    return guarded(call)
+
+
+def uncompiled(hook: _Call) -> Callable[..., Any]:
+    """A hook of optimizers that a compiled step calls, and PyTorch's compiler does not trace."""
+    from torch.compiler import disable
+
+    untraced: Callable[..., Any] = disable(hook)
+    return untraced
+
+
+class OneCallHooks:
+    """Hooks that are removed at their first call, so that a graph that is kept collects none."""
+
+    def __init__(self) -> None:
+        self._handles: dict[object, Handle] = {}
+        weakref.finalize(self, _remove_each, self._handles).atexit = False
+
+    def add(self, register: Callable[[Callable[..., None]], Handle], call: _Call) -> None:
+        """Register a hook that calls a function."""
+        handles, key = self._handles, object()  # not self, which the hook must not keep alive
+
+        def once(*args: object) -> None:
+            if (handle := handles.pop(key, None)) is not None:
+                handle.remove()
+                call(*args)
+
+        handles[key] = register(guarded(once))
+
+    def remove(self) -> None:
+        """Remove the hooks that were not called."""
+        if self._handles:
+            _remove_each(self._handles)
+
+
+def _remove_each(handles: dict[object, Handle]) -> None:
+    while handles:
+        _, handle = handles.popitem()
+        handle.remove()
+
+
+def remove_unless_stepping(handles: list[Handle]) -> None:
+    """Remove hooks of optimizers, unless PyTorch may be going through them in some thread.
+
+    It raises an error if one is removed then. The hooks that stay must do nothing any more.
+    """
+    file = sys.modules["torch.optim.optimizer"].__file__
+    for frame in sys._current_frames().values():
+        each: FrameType | None = frame
+        while each is not None:
+            if each.f_code.co_filename == file:
+                return
+            each = each.f_back
+    remove_all(handles)
 
 
 def remove_all(handles: list[Handle]) -> None:

@@ -54,7 +54,8 @@ class Tracebacks:
 
     def stop(self) -> None:
         """Keep no more tracebacks."""
-        _leave(self._modes)
+        if self._modes:
+            _leave(self._modes)
 
     def note(self, nodes: Sequence[Node]) -> bool:
         """Note the lines of nodes that have tracebacks; return whether there were new ones."""

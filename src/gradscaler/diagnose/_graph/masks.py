@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from gradscaler.diagnose._gradients.reading import Reading
+from gradscaler.diagnose._operations.operation import Role
+from gradscaler.diagnose._operations.rows import names_with
 
 Source = TypeVar("Source")
 
-TAKES_MASKS = re.compile("softmax|logsumexp|attention")
-FILLS = re.compile("fill|where|scatter|index_put")  # they may write -inf as a mask
-ADDS_UP = re.compile("matmul|conv|sum|linear")  # -inf in their results is no mask
+TAKES_MASKS = names_with(Role.TAKES_MASKS)
+FILLS = names_with(Role.FILLS)
+ADDS_UP = names_with(Role.ADDS_UP)
 
 
 @dataclass(frozen=True)

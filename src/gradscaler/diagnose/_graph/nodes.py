@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from operator import methodcaller
@@ -14,6 +14,7 @@ from gradscaler.diagnose._graph.call_site import Node
 from gradscaler.diagnose._record.located import OPAQUE
 
 MOST_NODES = 10_000  # of one graph
+MOST_LOSSES = 100  # of one step: few accumulate more micro-batches, and what is kept takes memory
 _RAW = "_raw_saved_"
 _number_of = methodcaller("_sequence_nr")  # the order in which PyTorch made the nodes
 _PARTLY_WRITTEN = {"CtcLossBackward": "result1"}  # the rest of that memory may hold any number
@@ -39,7 +40,7 @@ def in_order(loss: Tensor | Node) -> list[Node]:
     root = loss if hasattr(loss, "next_functions") else getattr(loss, "grad_fn", None)
     found = [] if root is None else [root]
     seen = {None, root}
-    for node in found:  # grows meanwhile; each step of a training may wait for this loop
+    for node in found:  # grows meanwhile
         for following, _ in node.next_functions:
             if following not in seen:
                 seen.add(following)
@@ -75,13 +76,31 @@ def kept(node: Node, may_unpack: bool = False) -> dict[str, Tensor]:
     A tensor that is packed by a hook, as in a checkpoint, is computed again when it is unpacked. So
     it is left out, unless ``may_unpack``.
     """
+    return tensors_in(held_by(node, may_unpack))
+
+
+def held_by(node: Node, may_unpack: bool = False) -> dict[str, object]:
+    """What a node keeps, as :func:`kept`, but of any kind, and maybe without its memory."""
+    found: dict[str, object] = {}
+    for name, raw, public in _names_of(node.__class__):
+        try:
+            packed = getattr(node, raw)
+            is_plain = getattr(packed, "unpack_hook", packed) is None  # spares most of them a call
+            if may_unpack or is_plain or not is_packed(packed):
+                found[name] = getattr(node, public)
+        except Exception:  # noqa: PERF203 # it was freed, or changed in place
+            continue
+    return found
+
+
+def tensors_in(held: Mapping[str, object]) -> dict[str, Tensor]:
+    """The floating-point tensors in what a node keeps that have their memory."""
     tensor_class: Any = sys.modules["torch"].Tensor
     found: dict[str, Tensor] = {}
-    for name, raw, public in _names_of(node.__class__):
-        with suppress(Exception):  # it was freed, or changed in place
-            if may_unpack or not is_packed(getattr(node, raw)):
-                tensors = list(floating(tensor_class, getattr(node, public)))
-                found |= {f"{name}{n or ''}": t for n, t in enumerate(tensors) if is_there(t)}
+    for name, value in held.items():
+        with suppress(Exception):
+            tensors = enumerate(floating(tensor_class, value))
+            found |= {f"{name}{n or ''}": tensor for n, tensor in tensors if is_there(tensor)}
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -19,14 +18,12 @@ from gradscaler.diagnose._graph.nodes import (
     saved,
 )
 from gradscaler.diagnose._graph.values import Values
+from gradscaler.diagnose._operations.operation import Role
+from gradscaler.diagnose._operations.rows import RISKY, names_with
 from gradscaler.diagnose._record.located import Located
 
-_DIVIDES = re.compile("div|reciprocal|rsqrt")
-_ADDS = "add", "sub"
-# They make Inf or NaN of finite numbers more often than the operations before them, if these show
-# no result.
-_RISKY = re.compile("exp|log|div|reciprocal|pow|sqrt|norm|softmax|acos|asin|atanh")
-
+_DIVIDES = names_with(Role.DIVIDES)
+_ADDS = names_with(Role.ADDS)
 
 _Edge = tuple[Node, int]  # a node, and which of its results
 
@@ -87,7 +84,7 @@ def _bad_constant(node: Node, number: int, values: Values) -> Origin | None:
     """The origin if a node keeps an Inf or NaN that no node made."""
     if is_custom(node):  # what it keeps may be its own
         return None
-    takes_masks = TAKES_MASKS.search(operation_of(node))
+    takes_masks = operation_of(node) in TAKES_MASKS
     for tensor in values.constants.get(node, {}).values():
         state = read(tensor).state
         is_bad = state == "bad" or (state == "mask" and not takes_masks)
@@ -139,15 +136,15 @@ def _is_guilty(node: Node, edge: _Edge, values: Values) -> bool:
 
 
 def _makes_no_mask(node: Node, edge: _Edge, values: Values) -> bool:
-    maker, takes_masks = origin_of(*edge, values), TAKES_MASKS.search(operation_of(node))
+    maker, takes_masks = origin_of(*edge, values), operation_of(node) in TAKES_MASKS
     if is_leaf(maker.node) or maker.node is node:
         return False
     if maker.is_given and maker.made is None:
         return not takes_masks
     operation = operation_of(maker.node) if maker.made is None else maker.made.operation or ""
     if takes_masks:
-        return bool(ADDS_UP.search(operation))
-    return not FILLS.search(operation) and not (operation in _ADDS and reads_unknown(maker.node))
+        return operation in ADDS_UP
+    return operation not in FILLS and not (operation in _ADDS and reads_unknown(maker.node))
 
 
 def _behind(node: Node, values: Values) -> list[_Edge]:
@@ -198,7 +195,7 @@ def _most_suspect(edge: _Edge, values: Values) -> _Edge:
 
 def _is_nan_in_all_rows(edge: _Edge, values: Values) -> bool:
     """Whether a softmax gives NaN alone, as no mask leaves out each row."""
-    made = values.tensor(*edge) if TAKES_MASKS.search(operation_of(edge[0])) else None
+    made = values.tensor(*edge) if operation_of(edge[0]) in TAKES_MASKS else None
     return made is not None and made.ndim > 1 and len(made) > 1 and bool(made.isnan().all())
 
 
@@ -209,7 +206,7 @@ def _adds_unknown(node: Node) -> bool:
 def _is_risky(node: Node, values: Values) -> bool:
     """Whether a node often makes a bad number of finite ones, as no division by 1 or more does."""
     divisor = smallest_divisor(node, values)
-    return bool(_RISKY.search(operation_of(node))) and not (divisor is not None and divisor >= 1)
+    return operation_of(node) in RISKY and not (divisor is not None and divisor >= 1)
 
 
 def largest_input(node: Node, values: Values) -> float:
@@ -221,7 +218,7 @@ def largest_input(node: Node, values: Values) -> float:
 
 def smallest_divisor(node: Node, values: Values) -> float | None:
     """The smallest magnitude of a division's divisor; None if there is none, or it is unknown."""
-    if not _DIVIDES.search(operation_of(node)):
+    if operation_of(node) not in _DIVIDES:
         return None
     divisor = values.constants.get(node, {}).get("other")
     if divisor is None:  # it may be a whole number in the code, of which no NaN comes

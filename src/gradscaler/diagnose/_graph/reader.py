@@ -30,8 +30,14 @@ from gradscaler.diagnose._graph.slopes import bad_in, is_steep
 from gradscaler.diagnose._graph.sources import Sources
 from gradscaler.diagnose._graph.summands import summand_of
 from gradscaler.diagnose._graph.values import Values
-from gradscaler.diagnose._graph.way import exponential_before, way_to
+from gradscaler.diagnose._operations.operation import Role
+from gradscaler.diagnose._operations.rows import names_with
 from gradscaler.diagnose._record.located import Located
+
+_MOST_ON_WAY = 5  # operations
+_MOST_BEFORE = 100  # operations, to look for an exponential among
+_EXPONENTIALS = names_with(Role.EXPONENTIATES)
+_HUGE = 1e9  # more than the numbers of a network that learns
 
 
 class GraphReader:
@@ -75,8 +81,8 @@ class GraphReader:
         is_likely = has_packed(origin.node) and reads_unknown(origin.node)
         summand = self._summand_of(origin.node, loss.grad_fn)
         known: Any = {"smallest_divisor": divisor, "is_likely": is_likely, "summand": summand}
-        known["way"] = way_to(origin.node, origin.number, values)
-        before = exponential_before(origin.node, values)
+        known["way"] = _way_to(origin.node, origin.number, values)
+        before = _exponential_before(origin.node, values)
         if before is not None:
             known["enlarged_by"] = self._operation_at_line(before)
         return located_at(site, "forward", made, largest, **known)
@@ -175,3 +181,41 @@ class GraphReader:
 def _bad_in(gradients: Sequence[Tensor]) -> int:
     """The number of the first gradient that is not finite."""
     return next(number for number, gradient in enumerate(gradients) if read(gradient).bad)
+
+
+def _way_to(node: Node, number: int, values: Values) -> str | None:
+    """The largest magnitudes up to a node's result, such as "matmul 3e+03 → pow Inf".
+
+    Before each operation is the one that made the largest of its inputs, as far as they are known.
+    None if no input of the node is known.
+    """
+    made = values.tensor(node, number)
+    is_nan = values.has_nan if made is None else bool(made.isnan().any())
+    steps, edge = [f"{operation_of(node)} {'NaN' if is_nan else 'Inf'}"], _largest(node, values)
+    while edge is not None and len(steps) < _MOST_ON_WAY:
+        found = values.reading(*edge)
+        if not is_form(edge[0]) and found is not None:
+            steps.append(f"{operation_of(edge[0])} {found.largest:.2g}")
+        edge = _largest(edge[0], values)
+    return " → ".join(reversed(steps)) if len(steps) > 1 else None
+
+
+def _exponential_before(node: Node, values: Values) -> Node | None:
+    """The exponential from which a node's large inputs come; None if there is none."""
+    edge = _largest(node, values)
+    for _ in range(_MOST_BEFORE):
+        found = None if edge is None else values.reading(*edge)
+        if edge is None or found is None or found.largest < _HUGE:
+            return None
+        if operation_of(edge[0]) in _EXPONENTIALS:
+            return edge[0]
+        edge = _largest(edge[0], values)
+    return None
+
+
+def _largest(node: Node, values: Values) -> tuple[Node, int] | None:
+    """The input of a node, made by another, that holds the largest known magnitude."""
+    inputs = [edge for edge in node.next_functions if edge[0] is not None and not is_leaf(edge[0])]
+    known = {edge: values.reading(*edge) for edge in inputs}
+    finite = {edge: read.largest for edge, read in known.items() if read and not read.bad}
+    return max(finite, key=finite.__getitem__, default=None)

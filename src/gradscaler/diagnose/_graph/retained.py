@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property
 
 from gradscaler.diagnose._gradients.arrays import to_numpy
 from gradscaler.diagnose._gradients.reading import Tensor, count_nonfinite, read
-from gradscaler.diagnose._graph.call_site import Node, differentiated
-from gradscaler.diagnose._graph.nodes import kept
+from gradscaler.diagnose._graph.call_site import Node
+from gradscaler.diagnose._graph.nodes import held_by, in_order, tensors_in
 from gradscaler.diagnose._graph.reader import GraphReader
-from gradscaler.diagnose._graph.slopes import STEEP, is_at_pole, part_of
+from gradscaler.diagnose._graph.slopes import is_at_pole, part_of
 from gradscaler.diagnose._record.located import Located
-
-# Operations whose gradient can be Inf or NaN though the loss is finite: their slope is Inf at some
-# number, or they make an Inf or NaN that the loss leaves out, as an exponential before a clamp.
-_HELD = re.compile(f"{STEEP}|rsqrt|log|exp|softmax|reciprocal|scaled_dot_product|attention")
 
 
 class RetainedGraph:
@@ -27,14 +22,22 @@ class RetainedGraph:
     copied. The nodes themselves can be read after the pass, too.
 
     Args:
-        nodes: the nodes, in the order of the forward pass.
-        may_hold: False if the backward pass is over.
+        root: the node of the loss.
+        suspects: the suspicious nodes; none if the backward pass is over.
     """
 
-    def __init__(self, nodes: Sequence[Node], may_hold: bool = True) -> None:
-        self.nodes = nodes
-        held = [node for node in nodes if may_hold and _is_held(type(node).__name__)]
-        self._kept = {node: kept(node) for node in held}
+    def __init__(self, root: Node, suspects: Sequence[Node] = ()) -> None:
+        self._root = root
+        self._held = {node: held_by(node) for node in suspects}
+
+    @cached_property
+    def nodes(self) -> list[Node]:
+        """The nodes, in the order of the forward pass."""
+        return in_order(self._root)
+
+    @cached_property
+    def _kept(self) -> Mapping[Node, Mapping[str, Tensor]]:
+        return {node: tensors_in(held) for node, held in self._held.items()}
 
     def located(
         self, reader: GraphReader, bad: Collection[int], good: Collection[int]
@@ -70,8 +73,3 @@ def _seen(likely: Located, tensor: Tensor | None) -> Located:
     num_inf, num_nan, largest = count_nonfinite(values)
     size = values.size
     return replace(found, num_inf=num_inf, num_nan=num_nan, size=size, largest_finite=largest)
-
-
-@lru_cache(maxsize=1000)  # a name per operation
-def _is_held(name: str) -> bool:
-    return bool(_HELD.match(differentiated(name)))

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 from gradscaler.diagnose._gradients.reading import Tensor, floating, read
+from gradscaler.diagnose._graph import module_calls
 from gradscaler.diagnose._graph.call_site import Node, called_from, stack_from
 from gradscaler.diagnose._graph.calls import Call, CallWatch
 from gradscaler.diagnose._graph.hooks import Handle, remove_all, weakly
@@ -57,13 +58,13 @@ class Search:
 
     def start(self) -> None:
         """Start searching."""
-        self._lines.start()
-        for module in self._places.modules:
-            self._handles.append(module.register_forward_hook(weakly(self._leave)))
         self._calls.start()
+        self._lines.start()
+        module_calls.listen(self)
 
     def stop(self) -> None:
         """Stop searching."""
+        module_calls.ignore(self)
         self._calls.stop()
         self._lines.stop()
         remove_all(self._handles)
@@ -94,7 +95,14 @@ class Search:
         made = [node for tensor in call.outputs for node in self._hook(tensor)]
         self._places.running |= dict.fromkeys(own + made, running)
 
-    def _leave(self, module: Module, _: object, outputs: object) -> None:
+    def enter_module(self, module: Module, *_: object) -> bool:
+        """Tell the end of the call of a module of the model."""
+        return any(module is each for each in self._places.modules)
+
+    def end_module(self) -> None:
+        """Nothing to do."""
+
+    def leave_module(self, module: Module, outputs: object) -> None:
         """Note the module of the nodes that no call made, but a function of the user's own."""
         from torch import Tensor
 

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cache
 
 from gradscaler.diagnose._gradients.reading import Tensor, read
 from gradscaler.diagnose._graph.call_site import Node, operation_of
 from gradscaler.diagnose._graph.nodes import has_packed, is_custom, is_leaf, kept, saved
+from gradscaler.diagnose._operations.operation import At, Role
+from gradscaler.diagnose._operations.rows import OPERATIONS, names_with, row_of
 
-# Where the slope of an operation is Inf or NaN, in the numbers that its node keeps by these names.
-_POLES: dict[str, tuple[str, tuple[float, ...]]] = {
-    r"sqrt|hypot": ("result", (0.0,)),  # the gradient of PyTorch's norms is 0 there
-    r"pow|prod|log(2|10)?$|special_entr|lgamma|digamma|polygamma": ("self", (0.0,)),
-    r"div|xlogy": ("other", (0.0,)),
-    r"log1p": ("self", (-1.0,)),
-    r"logit$": ("self", (0.0, 1.0)),
-    r"linalg_slogdet": ("sign", (0.0,)),
-    r"acos|asin|atanh|erfinv|acosh": ("self", (-1.0, 1.0)),
+# The name under which a node keeps the numbers of its row, if not "self". Where it keeps its result
+# alone, and that is Inf itself at a pole, there is none.
+_KEPT = {
+    "div": "other",
+    "fmod": "other",
+    "hypot": "result",
+    "igamma": "other",
+    "igammac": "other",
+    "linalg_slogdet": "sign",
+    "reciprocal": "",
+    "remainder": "other",
+    "rsqrt": "",
+    "special_xlog1py": "other",
+    "sqrt": "result",
+    "xlogy": "other",
 }
-_NO_SLOPE = re.compile("svd|eig|(^|_)qr")  # where singular values or eigenvalues are equal
-_IN_ORDER = {"linalg_eigh": "eigenvalues", "linalg_svd": "S"}  # these, by operation
+_SINGULAR: dict[str, tuple[At, ...]] = {"linalg_slogdet": (0.0,)}  # the sign of a determinant of 0
+_IN_ORDER = {"linalg_eigh": "eigenvalues", "linalg_svd": "S"}  # which have no slope if equal
+_SOLVES = names_with(Role.SOLVES)
+EXPONENTIALS = {row.name for row in OPERATIONS if row.largest}
 
-STEEP = "|".join((*_POLES, *_IN_ORDER))
-"""A pattern of the operations whose slope is Inf or NaN at some numbers that their node keeps."""
+STEEP = {row.name for row in OPERATIONS if row.steep_at} | _SINGULAR.keys() | _IN_ORDER.keys()
+"""The operations whose slope is Inf or NaN at some numbers."""
 
 
 def part_of(nodes: Sequence[Node], bad: Collection[int], good: Collection[int]) -> list[Node]:
@@ -57,7 +65,7 @@ def part_of(nodes: Sequence[Node], bad: Collection[int], good: Collection[int]) 
 def suspects_in(part: Sequence[Node]) -> Iterator[Node]:
     """The nodes of a part whose gradient may be Inf or NaN, by the numbers that they keep."""
     for node in part:
-        is_hidden = is_custom(node) or has_packed(node) or _NO_SLOPE.search(operation_of(node))
+        is_hidden = is_custom(node) or has_packed(node) or operation_of(node) in _SOLVES
         if is_hidden or bad_in(node) is not None or is_at_pole(node):
             yield node
 
@@ -65,7 +73,7 @@ def suspects_in(part: Sequence[Node]) -> Iterator[Node]:
 def is_steep(node: Node) -> bool:
     """Whether a node's operation can make a gradient Inf or NaN, for some numbers."""
     operation = operation_of(node)
-    return _poles_of(node)[0] != "" or bool(_NO_SLOPE.search(operation)) or operation == "exp"
+    return bool(_poles_of(node)[0]) or operation in _SOLVES or operation in EXPONENTIALS
 
 
 def is_at_pole(node: Node, tensors: Mapping[str, Tensor] | None = None) -> bool:
@@ -85,19 +93,24 @@ def is_at_pole(node: Node, tensors: Mapping[str, Tensor] | None = None) -> bool:
     if exponent is not None:  # the slope in an exponent that is learned is NaN below 0
         is_learned = node.next_functions[1][0] is not None
         return bool(((found == 0) & (exponent < 1) | (found < 0) & is_learned).any())
-    return any(bool((found == pole).any()) for pole in poles)
+    return any(_holds(found, pole) for pole in poles)
 
 
-def _poles_of(node: Node) -> tuple[str, tuple[float, ...]]:
+def _holds(found: Tensor, pole: At) -> bool:
+    """Whether a tensor holds a pole, or a number between its ends; complex ones have no order."""
+    if not isinstance(pole, tuple):
+        return bool((found == pole).any())
+    return not found.is_complex() and bool(((found > pole[0]) & (found < pole[1])).any())
+
+
+def _poles_of(node: Node) -> tuple[str, tuple[At, ...]]:
+    """The name under which a node keeps numbers, and the poles among them."""
     operation, exponent = operation_of(node), saved(node, "exponent")
     if isinstance(exponent, (int, float)) and exponent >= 1:
         return "", ()
-    return _poles_of_operation(operation)
-
-
-@cache
-def _poles_of_operation(operation: str) -> tuple[str, tuple[float, ...]]:
-    return next((found for names, found in _POLES.items() if re.match(names, operation)), ("", ()))
+    row = row_of(operation)
+    poles = _SINGULAR.get(operation) or (() if row is None else row.steep_at)
+    return (_KEPT.get(operation, "self"), poles) if poles else ("", ())
 
 
 def bad_in(node: Node, may_unpack: bool = False) -> Tensor | None:

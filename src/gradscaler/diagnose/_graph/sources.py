@@ -94,7 +94,7 @@ class Sources:
             return None  # its graph shows it
         values = [self._value(call, *each) for each in inputs]
         is_given = _GIVES.search(call.name) and not call.inputs
-        is_meant = FILLS.search(call.name) and not any(value.source for value in values)
+        is_meant = call.operation in FILLS and not any(value.source for value in values)
         if is_given or (is_meant and found.state == "mask"):
             return None
 
@@ -103,7 +103,7 @@ class Sources:
             largest = largest_of(each.largest for each in call.readings)
             return located_at(site, "forward", tensor, largest, smallest_divisor=call.divisor)
 
-        makes_masks = not ADDS_UP.search(call.operation)
+        makes_masks = call.operation not in ADDS_UP
         return result(found, not tensor.ndim, values, makes_masks, made).source
 
     def _value(self, call: Call, tensor: Tensor, found: Reading) -> Value[Located]:
@@ -112,7 +112,7 @@ class Sources:
         if found.state == "bad" and source is None:
             source = self._places.given_to(tensor, self._places.site_at(call.frame, call.operation))
             self._sources[memory_of(tensor)] = tensor, source
-        if found.state == "mask" and TAKES_MASKS.search(call.name):
+        if found.state == "mask" and call.operation in TAKES_MASKS:
             source = None  # it takes masks, so a NaN in its output is its own
         return Value(found, source)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from gradscaler.diagnose._graph.call_site import Node, is_form, operation_of
 from gradscaler.diagnose._graph.nodes import nodes_from
+from gradscaler.diagnose._operations.operation import Role
+from gradscaler.diagnose._operations.rows import names_with
 
-_ADDS = "add", "sub"
+_ADDS = names_with(Role.ADDS)
 _WEIGHS = "mul", "div", "neg"  # with a number
-_STACKS = "stack", "cat"  # whose sum or mean is the loss
+_STACKS = names_with(Role.STACKS)
 
 
 def summand_of(node: Node, loss: Node) -> tuple[int, list[Node]] | None:
@@ -25,7 +27,7 @@ def summands_of(node: Node) -> list[Node]:
     while True:
         below = [each for each, _ in node.next_functions if each is not None]
         operation = operation_of(node)
-        if operation in (*_ADDS, *_STACKS) and len(below) > 1:
+        if operation in _ADDS | _STACKS and len(below) > 1:
             return [summand for each in below for summand in summands_of(each)]
         inner = operation_of(below[0]) if len(below) == 1 else None
         is_sum_of_stack = operation in ("sum", "mean") and inner in _STACKS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from gradscaler.diagnose._graph.budget import Budget
 from gradscaler.diagnose._graph.calls import Call, CallWatch
 from gradscaler.diagnose._graph.hooks import weakly
@@ -12,14 +14,19 @@ from gradscaler.diagnose._record.located import Located, is_exact
 _CREDIT = 1.0  # seconds: too few to be missed in a training that fails
 _MOST_IN_VAIN = 3  # failed steps: what three of them do not show is in the data, or hidden
 
+# Steps to watch after a failure until another one: a watched step is not quite as without a watch,
+# and what fails more rarely than one step in six is worth the second run of `--watch`.
+_MOST_HEALTHY = 5
+
 
 class UngraphedWatch:
     """Watches the operations without a graph from a failure that the graph leaves open.
 
     Such is a failure whose graph reads a tensor that is already Inf or NaN, or hides a part of
-    itself. Each step is watched then, up to its optimizer's step, until a failure is located in
-    one, or is not in three. What the watches add to these steps is at most 5 % of the time, and a
-    second. One that would take longer breaks off, as it does if the model is evaluated meanwhile.
+    itself. The next five steps are watched then, each up to its optimizer's step, until a failure
+    is located in one, or is not in three. What the watches add to these steps is at most 5 % of the
+    time, and a second. One that would take longer breaks off, as it does if the model is evaluated
+    meanwhile.
 
     Args:
         model: the model, which names the places; None if there is none.
@@ -35,6 +42,7 @@ class UngraphedWatch:
         self._budget = Budget(_CREDIT)
         self._left = _MOST_IN_VAIN * is_on  # failures that may show nothing
         self._is_wanted = False
+        self._healthy_left = 0  # steps to watch until another failure
         self.seen = Sources(Places(None))
         self.calls = CallWatch(weakly(self._see), weakly(self._may_continue))
 
@@ -45,11 +53,14 @@ class UngraphedWatch:
 
     def begin(self, step: int) -> None:
         """Begin a step, before its forward pass."""
-        seconds = self._budget.left(step - 1) if self._is_wanted and self._left else None
+        is_due = self._is_wanted and self._left and self._healthy_left
+        seconds = self._budget.left(step - 1) if is_due else None
         if seconds is not None:
             self.seen = Sources(Places(self._model))
-            self._budget.begin(seconds, self._budget.usual(step - 1))
-            self.calls.start()
+            with suppress(RuntimeError):  # a compiled step: PyTorch changes no stance in it
+                self.calls.start()
+                self._budget.begin(seconds, self._budget.usual(step - 1))
+                self._healthy_left -= 1
 
     def end_passes(self) -> None:
         """Stop seeing calls, as the step's forward and backward passes are over."""
@@ -62,7 +73,7 @@ class UngraphedWatch:
             self.stop()
         self._budget.step_ended(step)
         if found is not None:
-            self._is_wanted = not is_exact(found)
+            self._is_wanted, self._healthy_left = not is_exact(found), _MOST_HEALTHY
         if found is not None and was_watched:
             self._left = self._left - 1 if self._is_wanted else 0
 

@@ -95,11 +95,7 @@ def _again(node: Node, number: int, values: Values) -> Tensor | None:
     words = aten_name(node.name())
     own = kept(node)
     for name in (words, f"_{words}"):
-        packet: Any = getattr(torch.ops.aten, name, None)
-        for overload in () if packet is None else packet.overloads():
-            call = getattr(packet, overload)
-            if call._schema.is_mutable:  # it would overwrite what a later backward pass needs
-                continue
+        for call in operations_to_compute(name):
             arguments = _Arguments(node, own, values)
             given = arguments.of(call._schema.arguments, dtype)
             if given is None or not (arguments.are_known or arguments.has_bad):
@@ -110,6 +106,20 @@ def _again(node: Node, number: int, values: Values) -> Tensor | None:
                 if result.dtype == dtype and tuple(result.shape) == shape:
                     return result
     return None
+
+
+def operations_to_compute(name: str) -> list[Any]:
+    """The operations of PyTorch under a name that give the same result again, and do no more.
+
+    Others overwrite what a later backward pass needs, or draw from the user's random numbers, which
+    PyTorch tags each of them with.
+    """
+    import torch
+
+    packet: Any = getattr(torch.ops.aten, name, None)
+    every = [getattr(packet, each) for each in (() if packet is None else packet.overloads())]
+    draws = torch.Tag.nondeterministic_seeded
+    return [each for each in every if not (each._schema.is_mutable or draws in each.tags)]
 
 
 class _Arguments:

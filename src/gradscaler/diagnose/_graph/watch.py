@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -12,7 +11,7 @@ from gradscaler.diagnose._gradients.arrays import local
 from gradscaler.diagnose._gradients.reading import Tensor, read
 from gradscaler.diagnose._graph.budget import Budget
 from gradscaler.diagnose._graph.call_site import Node
-from gradscaler.diagnose._graph.hooks import Handle, remove_all, weakly
+from gradscaler.diagnose._graph.hooks import OneCallHooks, weakly
 from gradscaler.diagnose._graph.lines import Tracebacks
 from gradscaler.diagnose._graph.nodes import in_order, is_custom
 from gradscaler.diagnose._graph.places import Module, Places
@@ -20,11 +19,14 @@ from gradscaler.diagnose._graph.reader import GraphReader
 from gradscaler.diagnose._graph.retained import RetainedGraph
 from gradscaler.diagnose._graph.slopes import bad_in, is_at_pole, part_of, suspects_in
 from gradscaler.diagnose._graph.ungraphed_watch import UngraphedWatch
+from gradscaler.diagnose._graph.walks import Walks
 from gradscaler.diagnose._record.located import OPAQUE, Located, is_exact
 
 _MOST_TRACED = 20  # steps: a branch that is taken now and then may need as many
 _MOST_NEW = 3  # optimizers to trace for: a script may make one for each batch
-_LITTLE, _LITTLE_CREDIT = 0.02, 0.2  # a share of the time and seconds, before any failure
+# A share of the time and seconds, before any failure: some 50 graphs of a transformer of 3 layers,
+# so that a failure in a run's first steps is seen whatever they cost.
+_LITTLE, _LITTLE_CREDIT = 0.02, 0.02
 _AFTER_NAN = 50  # steps: a failure in 2 % of them comes again, and growth makes NaN more rarely
 _CREDIT = 1.0  # seconds: too few to be missed in a training that fails
 
@@ -67,24 +69,25 @@ class GraphWatch:
         self.located: Located | None = None
         self._input: Located | None = None  # located in the step before
         self.gradients = GradientWatch()
-        self._retaining = Budget(_LITTLE_CREDIT, _LITTLE)
+        self._retaining = Budget(_LITTLE_CREDIT, _LITTLE, of_processor=True)
         self._retained: RetainedGraph | None = None
+        self._walks = Walks()
         self._seen = -1  # how many nodes PyTorch had made before the latest loss
         self.ungraphed = UngraphedWatch(model, sees_operations)
 
     def begin(self, step: int) -> None:
         """Begin a step, before its forward pass."""
         self.ungraphed.begin(step)
-        if self.ungraphed.is_on and self._hides_lines:
+        if self._hides_lines and self.ungraphed.is_on:
             self._lines.start()
 
-    def see(self, loss: Tensor) -> None:
+    def see(self, loss: Tensor, may_hook: bool = True) -> None:
         """Read a loss before its backward pass, and its graph if that may tell more."""
         self._seen = _number_of(loss)
         if self._is_over:
             self._is_over, self.located = False, None
             self.gradients.begin()
-        with suppress(Exception):
+        try:  # each step comes here, and `suppress` makes three calls
             self._has_lines = self._lines.is_on or self._was_on  # a forward pass came before it
             self._was_on = False
             is_new = self._has_lines and self._lines.note(in_order(loss))
@@ -94,8 +97,10 @@ class GraphWatch:
                 if self.located is None and not self._is_told:
                     is_due, self._has_read = not self._has_read, True
                     self._spend(self._read, loss, is_due)
-            elif self.gradients.is_on:
+            elif self.gradients.is_on and may_hook:
                 self._spend(self.gradients.watch, loss)
+        except Exception:
+            pass
 
     def note_new_optimizer(self) -> None:
         """Keep tracebacks in the next steps if an optimizer that is new has a loss of its own."""
@@ -106,10 +111,16 @@ class GraphWatch:
     def retain(self, loss: Tensor) -> None:
         """Hold what the graph of a finite loss keeps until :meth:`of_backward`, if time is left."""
         self.release()
-        if (seconds := self._retaining.left(self._step)) is not None:
+        seconds = None if loss.grad_fn is None else self._retaining.left(self._step)
+        if seconds is not None:
             self._retaining.begin(seconds)
-            self._retained = RetainedGraph(in_order(loss))
+            self._retained = RetainedGraph(loss.grad_fn, self._walks.suspects(loss.grad_fn))
             self._retaining.end()
+
+    @property
+    def shown(self) -> Mapping[int, int]:
+        """What the gradients of vectors show in the graph that is held; see :class:`Walks`."""
+        return {} if self._retained is None else self._walks.shown
 
     def release(self) -> None:
         """Hold nothing more."""
@@ -128,7 +139,7 @@ class GraphWatch:
         held = self._retained
         with suppress(Exception):
             if held is None and root is not None:
-                held = RetainedGraph(in_order(root), may_hold=False)
+                held = RetainedGraph(root)
             if held is not None:
                 return held.located(self._reader_of(held.nodes), bad, good)
         return None
@@ -259,8 +270,7 @@ class GradientWatch:
         self._bad: Collection[int] = ()
         self._good: Collection[int] = ()
         self._reader: GraphReader | None = None
-        self._handles: list[Handle] = []
-        weakref.finalize(self, remove_all, self._handles).atexit = False
+        self._hooks = OneCallHooks()
 
     def note(self, bad: Collection[int], good: Collection[int]) -> None:
         """Note the ids of the parameters whose gradients are bad, and of the others."""
@@ -275,7 +285,7 @@ class GradientWatch:
         self.likely, self._reader = reader.only_steep(part) or reader.only_steep(wider), reader
         suspects = list(suspects_in(part)) or suspects_in(wider)
         for node in suspects:
-            self._handles.append(node.register_hook(partial(weakly(self._after), node)))
+            self._hooks.add(node.register_hook, partial(weakly(self._after), node))
 
     def _after(self, node: Node, made: Sequence[Tensor], given: Sequence[Tensor]) -> None:
         """Check the gradients that a node made from the given ones."""
@@ -306,5 +316,5 @@ class GradientWatch:
 
     def stop(self) -> None:
         """Remove the hooks."""
-        remove_all(self._handles)
+        self._hooks.remove()
         self._reader = None

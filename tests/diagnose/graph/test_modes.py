@@ -1,0 +1,159 @@
+"""Modes of PyTorch that a script enters and leaves while calls of functions are watched."""
+
+import threading
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch._dynamo import eval_frame  # the stance has no public name
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from gradscaler.diagnose._graph.calls import CallWatch
+
+
+class Own(TorchFunctionMode):
+    """A mode of the script's, which adds to what torch.ones makes."""
+
+    def __init__(self, more):
+        super().__init__()
+        self.more = more
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result + self.more if func is torch.ones else result
+
+
+def entered_before(start, stop, see):
+    with Own(1):
+        see()
+        start()
+        see()
+    see()
+    stop()
+
+
+def left_after(start, stop, see):
+    start()
+    with Own(1):
+        see()
+        stop()
+        see()
+
+
+def nested(start, stop, see):
+    with Own(1):
+        with Own(2):
+            start()
+            with Own(4):
+                see()
+        see()
+        with Own(8):
+            stop()
+            see()
+
+
+def device_before(start, stop, see):
+    with torch.device("meta"):
+        start()
+        see()
+    see()
+    stop()
+
+
+def device_after(start, stop, see):
+    start()
+    with torch.device("meta"), Own(1):
+        see()
+        stop()
+    see()
+
+
+def default_device(start, stop, see):
+    torch.set_default_device("meta")
+    try:
+        start()
+        see()
+        torch.set_default_device(None)
+        see()
+        torch.set_default_device("meta")
+        stop()
+        see()
+    finally:
+        torch.set_default_device(None)
+
+
+def raises(start, stop, see):
+    try:
+        with Own(1):
+            start()
+            raise KeyError
+    except KeyError:
+        see()
+    stop()
+
+
+def generators(start, stop, see):
+    def batches():
+        with Own(1):
+            yield
+            see()
+
+    batch = batches()
+    next(batch)
+    start()
+    see()
+    next(batch, None)
+    see()
+    stop()
+
+
+def never_stopped_in_a_thread(start, stop, see):
+    def train():
+        with Own(1):
+            start()
+            see()
+        see()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    stop()
+
+
+CASES = [
+    entered_before,
+    left_after,
+    nested,
+    device_before,
+    device_after,
+    default_device,
+    raises,
+    generators,
+    never_stopped_in_a_thread,
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_script_s_modes_are_as_without_a_watch(case):
+    calls = []
+    watch = CallWatch(calls.append)
+
+    def seen_in(start, stop):
+        seen = []
+
+        def see():
+            modes = [each for each in _get_current_function_mode_stack() if each is not watch.mode]
+            made = torch.ones(())
+            seen.append((str(made.device), None if made.is_meta else float(made), len(modes)))
+
+        case(start, stop, see)
+        assert not _get_current_function_mode_stack()
+        return seen
+
+    expected = seen_in(lambda: None, lambda: None)
+    assert calls == []
+    assert seen_in(watch.start, watch.stop) == expected
+    assert calls
+    assert eval_frame._stance.stance == "default"
