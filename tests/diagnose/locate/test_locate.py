@@ -3,6 +3,8 @@
 import copy
 import inspect
 import math
+import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from gradscaler.diagnose import Located, locate
 
 # A monitor decides by itself which steps its hooks see; these tests start and stop them.
 from gradscaler.diagnose._locate.module_hooks import ModuleHooks
+from gradscaler.diagnose._record.located import BadGradient, Given, MadeInModule, MadeOutside
 from gradscaler.torch import GradScaler
 
 seq, INF, NAN = nn.Sequential, math.inf, math.nan
@@ -346,7 +349,7 @@ def test_gradients_under_the_hooks_are_those_without():
 
 
 def test_what_is_not_a_module_is_refused_before_the_closure_runs():
-    with pytest.raises(TypeError, match=r"must be a Module of .* a Layer of Paddle, got int"):
+    with pytest.raises(TypeError, match=r"must be a Module of .* or a Cell of MindSpore, got int"):
         locate(3, pytest.fail)
 
 
@@ -412,3 +415,28 @@ def test_hooks_that_are_started_twice_are_all_removed():
     model(torch.randn(3, 4))
     hooks.stop()
     assert_as_before(model, everything(model))
+
+
+@pytest.mark.parametrize(
+    ("module", "kind", "made"),
+    [
+        ("fc", "forward", MadeInModule),
+        ("", "forward", MadeInModule),
+        (None, "forward", MadeOutside),
+        (None, "input", Given),
+        ("fc", "input", Given),
+        ("fc", "backward", BadGradient),
+    ],
+)
+def test_a_place_is_of_the_class_of_its_kind(module, kind, made):
+    found = Located(module, kind, "Linear", "float16", 1, 0, 6, 2.0, math.nan)
+    assert type(found) is made
+    assert isinstance(found, Located)
+    assert type(replace(found, kind="input")) is Given
+    for again in (
+        copy.copy(found),
+        pickle.loads(pickle.dumps(found)),
+        replace(found, line="t.py:1"),
+    ):
+        assert type(again) is made
+        assert replace(again, line=None).is_at(found)

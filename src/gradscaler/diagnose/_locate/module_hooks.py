@@ -1,20 +1,17 @@
-"""Hooks on the modules of a PyTorch, TensorPlay or Paddle model that find the first Inf or NaN."""
+"""Calls of the modules of a PyTorch model, which show the first Inf or NaN; names of modules."""
 
 from __future__ import annotations
 
 import math
 import sys
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from traceback import walk_stack
 from typing import Any
 
-from gradscaler.diagnose._gradients.arrays import dtype_name
 from gradscaler.diagnose._gradients.reading import Tensor, floating, largest, largest_of
+from gradscaler.diagnose._graph import module_calls
 from gradscaler.diagnose._graph.call_site import users_line
-from gradscaler.diagnose._graph.hooks import Handle, remove_all, weakly
 from gradscaler.diagnose._graph.site import Site, located_at
 from gradscaler.diagnose._record.located import Located
 
@@ -22,62 +19,66 @@ Module = Any
 
 
 class ModuleHooks:
-    """Hooks on every module of a model that find the first whose output is not finite.
+    """Finds the first module of a model of PyTorch whose output is not finite.
 
-    Between ``start()`` and ``stop()``, the hooks read every input and output of every module once,
-    which waits for the device. An error in a hook never stops the training.
+    Between ``start()`` and ``stop()``, every input and output of every module is read once, which
+    waits for the device. An error in that never stops the training. The modules have no hooks, as
+    one may be saved, copied or scripted.
 
     Attributes:
         located: the first module that made an Inf or a NaN since ``start()``, or None.
-        dtypes: the dtype of the first tensor that each module returned, by the module's name, in
-            the order in which the modules returned.
         model: the model.
         see_output: called with each tensor that a module returns, and the module's name and type.
         may_continue: called at each call of a module; returns whether to read that call.
 
     Args:
         model: the model.
-        reads_evaluation: whether to read evaluation too: passes without gradients of a model that
-            is not in training mode. A monitor does not, as it may still watch between two steps.
 
     Raises:
-        TypeError: ``model`` is not a module of PyTorch or TensorPlay, or a layer of Paddle.
+        TypeError: ``model`` is not a module.
     """
 
-    def __init__(self, model: Module, reads_evaluation: bool = False) -> None:
+    def __init__(self, model: Module) -> None:
         self.located: Located | None = None
         self._framework = framework_of(model)
         self.model = model
         self.see_output: Callable[[Tensor, str, str], None] | None = None
         self.may_continue: Callable[[], bool] | None = None
-        self.dtypes: dict[str, str] = {}
-        self._reads_evaluation = reads_evaluation
-        self._handles: list[Handle] = []
-        weakref.finalize(self, remove_all, self._handles).atexit = False
         self._inputs: defaultdict[str, list[float]] = defaultdict(list)  # the largest of each call
+        self._names: dict[int, str] = {}  # of the modules, by their ids
 
     def start(self) -> None:
-        """Add all hooks, or none if adding one fails."""
+        """Begin to read."""
         self.stop()
         self.located = None
-        self.dtypes.clear()
-        try:
-            enter, leave = weakly(self._enter), weakly(self._leave)
-            add_hooks(self._handles, self._framework, self.model, leave, enter)
-        except BaseException:
-            self.stop()
-            raise
+        scripted = self._framework.jit.ScriptModule
+        named = modules_of(self.model)
+        self._names = {id(m): name for name, m in named if not isinstance(m, scripted)}
+        module_calls.listen(self)
 
     def stop(self) -> None:
-        """Remove the hooks."""
-        remove_all(self._handles)
+        """Read no more."""
+        module_calls.ignore(self)
         self._inputs.clear()
+
+    def enter_module(self, module: Module, *inputs: object) -> bool:
+        """Read the inputs of a module."""
+        is_own = id(module) in self._names
+        if is_own:
+            self._enter(self._names[id(module)], module, *inputs)
+        return is_own
+
+    def leave_module(self, module: Module, outputs: object) -> None:
+        """Read the outputs of a module."""
+        self._leave(self._names[id(module)], module, outputs)
+
+    def end_module(self) -> None:
+        """Nothing to do."""
 
     @property
     def is_evaluating(self) -> bool:
-        """Whether the model is being evaluated and ``reads_evaluation`` is False."""
-        is_training = self.model.training or self._framework.is_grad_enabled()
-        return not (is_training or self._reads_evaluation)
+        """Whether the model is being evaluated."""
+        return not (self.model.training or self._framework.is_grad_enabled())
 
     def _enter(self, name: str, _: Module, *inputs: object) -> None:
         is_seen = self.may_continue() if self.may_continue is not None else not self.is_evaluating
@@ -85,10 +86,9 @@ class ModuleHooks:
             # The input is read now, as the module may change it in place.
             self._inputs[name].append(self._largest(inputs))
 
-    def _leave(self, name: str, module: Module, _: object, output: object) -> None:
+    def _leave(self, name: str, module: Module, output: object) -> None:
         outputs = list(floating(self._framework.Tensor, output))
         for tensor in outputs:
-            self.dtypes.setdefault(name, dtype_name(tensor))
             if self.see_output is not None:
                 self.see_output(tensor, name, type(module).__name__)
         if self.located or not self._inputs[name]:
@@ -109,59 +109,13 @@ class ModuleHooks:
         return largest_of(largest(tensor, masks=True) for tensor in tensors)
 
 
-class Hook:
-    """A hook that knows its module's name; copies and pickles of the module leave it out.
-
-    They hold a function of the standard library in its place, which takes any arguments and does
-    nothing.
-    """
-
-    def __init__(self, function: Callable[..., object], name: str) -> None:
-        self._function = function
-        self._name = name
-
-    def __call__(self, module: Module, *args: object) -> None:
-        self._function(self._name, module, *args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (nullcontext(), "__exit__")
-
-
-def add_hooks(
-    handles: list[Handle],
-    framework: Any,
-    model: Module,
-    leave: Callable[..., None],
-    enter: Callable[..., None] | None = None,
-) -> None:
-    """Hook the modules of a model, so that entering and leaving one calls a function.
-
-    Args:
-        handles: the list to which the handle of each hook is added.
-        framework: the framework of the model.
-        model: the model. Its scripted modules get no hooks.
-        leave: called with the name, the module, its positional arguments, and its output.
-        enter: called with the name, the module, and its arguments of both kinds.
-    """
-    scripted: Any = getattr(getattr(framework, "jit", None), "ScriptModule", ())
-    is_compiling = "torch._dynamo" in sys.modules and framework.__name__ == "torch"
-    disable = framework.compiler.disable if is_compiling else lambda function: function
-    for name, module in modules_of(model):
-        if isinstance(module, scripted):
-            continue
-        handles.append(module.register_forward_hook(Hook(disable(leave), name)))
-        if enter is not None:
-            hook = Hook(disable(enter), name)
-            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-
-
 def framework_of(model: Module) -> Any:
     """The framework whose module a model is."""
     for name, base in (("torch", "Module"), ("tensorplay", "Module"), ("paddle", "Layer")):
         framework = sys.modules.get(name)
         if framework is not None and isinstance(model, getattr(framework.nn, base)):
             return framework
-    what = "a Module of PyTorch or TensorPlay, or a Layer of Paddle"
+    what = "a Module of PyTorch or TensorPlay, a Layer of Paddle, or a Cell of MindSpore"
     raise TypeError(f"model must be {what}, got {type(model).__name__}")
 
 

@@ -1,0 +1,263 @@
+"""The primitives of a computation of JAX, which run one by one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from gradscaler.diagnose._gradients.arrays import dtype_name
+from gradscaler.diagnose._graph.call_site import users_line
+from gradscaler.diagnose._graph.site import Site
+from gradscaler.diagnose._operations.rows import canonical, row_of
+from gradscaler.diagnose._record.located import Located
+from gradscaler.diagnose._seams.judge import MOVES, Judge, Owned, Pass
+
+Array = Any
+Jaxpr = Any
+Equation = Any
+
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2")
+
+
+class _Place(NamedTuple):
+    """The place of a primitive: the user's line, and the pass.
+
+    Attributes:
+        line: the user's line; for a primitive inside a function of JAX's own, the line of the call.
+        kind: the pass.
+        is_forward: for each result, whether the forward pass uses it. A result that only the
+            backward pass uses is a derivative, computed ahead.
+        called: the function of JAX that the user called to compute it of several primitives, such
+            as a norm; None if there is none whose failures are known.
+        of: in the backward pass, the forward primitive whose gradient this is, if it is known.
+        layer: the name of the layer that runs it, if it is known.
+    """
+
+    line: str | None
+    kind: Pass
+    is_forward: Sequence[bool]
+    called: str | None = None
+    of: str | None = None
+    layer: str | None = None
+
+
+class JaxSeam:
+    """Runs a computation primitive by primitive, and lets the judge see each.
+
+    Args:
+        layers: the layers of a model of Keras, by their names.
+        parameters: its parameters; the tensor of each is its array.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, Any] | None = None, parameters: Iterable[Owned] = ()
+    ) -> None:
+        self._layers = layers or {}
+        self._judge = Judge(self._layers, parameters)
+
+    @property
+    def located(self) -> Located | None:
+        """The first Inf or NaN that reached a result; None if none did."""
+        return self._judge.located
+
+    def run(self, closed: Any, arguments: Mapping[str, Array]) -> None:
+        """Run a computation on its arguments, by their names in what is located."""
+        for name, array in arguments.items():
+            source = self._given(array)
+            self._judge.note(array, source and replace(source, parameter=name))
+        place = _Place(None, "forward", [True] * len(closed.jaxpr.outvars))
+        results = self._run(closed, list(arguments.values()), place)
+        for array in results:
+            self._given(array)
+        self._judge.end_in(filter(_is_number, results))
+
+    def _given(self, array: Array) -> Located | None:
+        """Where the Inf or NaN in an array began that no primitive made."""
+        if not _is_number(array):
+            return None
+        (value,) = self._judge.before([array], Site())
+        return value.source
+
+    def _run(self, closed: Any, inputs: Sequence[Array], place: _Place) -> list[Array]:
+        """Run a computation, and return its results; ``place`` is the place of its call."""
+        jaxpr = getattr(closed, "jaxpr", closed)
+        constants = getattr(closed, "consts", ())
+        for array in constants:
+            self._given(array)
+        constant = import_module("jax.extend.core").Literal
+        values = dict(zip(jaxpr.constvars, constants, strict=True))
+        values |= dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def value_of(atom: Any) -> Array:
+            return atom.val if isinstance(atom, constant) else values[atom]
+
+        for equation, own_place in zip(jaxpr.eqns, self._places_in(jaxpr, place), strict=True):
+            arrays = [value_of(atom) for atom in equation.invars]
+            made = self._run_equation(equation, arrays, own_place)
+            values |= dict(zip(equation.outvars, made, strict=True))
+        return [value_of(atom) for atom in jaxpr.outvars]
+
+    def _places_in(self, jaxpr: Jaxpr, place: _Place) -> list[_Place]:
+        """The place of each primitive of a computation."""
+        used = {id(atom) for equation in jaxpr.eqns for atom in equation.invars}
+        used |= {id(atom) for atom in jaxpr.outvars}
+        results = zip(jaxpr.outvars, place.is_forward, strict=True)
+        forward = {id(atom) for atom, is_forward in results if is_forward}
+        places = []
+        for equation in reversed(jaxpr.eqns):
+            # A result that is never used may be the loss, which jax.grad drops.
+            found = [id(atom) in forward or id(atom) not in used for atom in equation.outvars]
+            kind = place.kind
+            if "transpose(" in str(equation.source_info.name_stack) or not any(found):
+                kind = "backward"
+            else:
+                forward.update(map(id, equation.invars))
+            line, called = _call_of(equation)
+            if line is None:
+                line, called = place.line, place.called
+            layer = self._layer_of(equation, place)
+            places.append(_Place(line, kind, found, called, layer=layer))
+        return _with_forward(jaxpr.eqns, places[::-1])
+
+    def _run_equation(
+        self, equation: Equation, inputs: Sequence[Array], place: _Place
+    ) -> list[Array]:
+        """Run one primitive, or the computation that it holds, and return its outputs."""
+        name, params = equation.primitive.name, equation.params
+        if name == "scan":
+            return self._scan(params, inputs, place)
+        if name == "while":
+            return self._while(params, inputs, place)
+        if name == "cond":
+            index, *rest = inputs
+            branches = params["branches"]
+            return self._run(branches[min(max(int(index), 0), len(branches) - 1)], rest, place)
+        if name in _CALLS or name.startswith(("custom_jvp_call", "custom_vjp_call")):
+            held = next(
+                params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params
+            )
+            return self._run(held, inputs, place)
+
+        def bind() -> list[Array]:
+            outputs = equation.primitive.bind(*inputs, **params)
+            return list(outputs) if equation.primitive.multiple_results else [outputs]
+
+        return self._see(name, bind, inputs, place)
+
+    def _see(
+        self, name: str, bind: Callable[[], list[Array]], arrays: Sequence[Array], place: _Place
+    ) -> list[Array]:
+        """Run a primitive, and judge what it makes."""
+        owner = "" if place.layer is None else type(self._layers[place.layer]).__name__
+        site = Site(place.of or place.called or name, place.line, place.layer, owner)
+        inputs = list(filter(_is_number, arrays))
+        for array in inputs:
+            self._note_reader(array, site._replace(operation=name))
+        values = self._judge.before(inputs, site)
+        outputs = bind()
+        self._judge.see(site, place.kind, inputs, values, list(filter(_is_number, outputs)))
+        return outputs
+
+    def _note_reader(self, array: Array, site: Site) -> None:
+        """Note the first primitive that reads what was given with an Inf or NaN."""
+        source = self._judge.source_of(array)
+        if source is None or source.operation is not None or source.line is not None:
+            return
+        read_at = replace(source, line=site.line)
+        if source.kind == "input":
+            operation, _, module, type_ = site
+            read_at = replace(read_at, operation=operation, module=module, type=type_)
+        self._judge.note(array, read_at)
+
+    def _scan(self, params: Any, inputs: Sequence[Array], place: _Place) -> list[Array]:
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        consts, carry = list(inputs[:num_consts]), list(inputs[num_consts : num_consts + num_carry])
+        is_carry_forward = [any(place.is_forward)] * num_carry  # the next iteration uses them
+        place = place._replace(is_forward=[*is_carry_forward, *place.is_forward[num_carry:]])
+        stack = import_module("jax.numpy").stack
+        sequences, steps = inputs[num_consts + num_carry :], list[list[Array]]()
+        order = slice(None, None, -1 if params["reverse"] else 1)
+        for index in range(params["length"])[order]:
+            items = [self._part(each[index], [each]) for each in sequences]
+            results = self._run(params["jaxpr"], [*consts, *carry, *items], place)
+            carry = results[:num_carry]
+            steps.append(results[num_carry:])
+        stacked = [
+            self._part(stack(outputs), outputs) for outputs in zip(*steps[order], strict=True)
+        ]
+        return [*carry, *stacked]
+
+    def _part(self, array: Array, of: Iterable[Array]) -> Array:
+        """An array that is part of another, or stacked from others, with its source."""
+        sources = (self._judge.source_of(each) for each in of)
+        self._judge.note(array, next(filter(None, sources), None))
+        return array
+
+    def _while(self, params: Any, inputs: Sequence[Array], place: _Place) -> list[Array]:
+        first = params["cond_nconsts"]
+        second = first + params["body_nconsts"]
+        carry = list(inputs[second:])
+        condition = place._replace(is_forward=[True])
+        place = place._replace(is_forward=[True] * len(carry))
+        while self._run(params["cond_jaxpr"], [*inputs[:first], *carry], condition)[0]:
+            carry = self._run(params["body_jaxpr"], [*inputs[first:second], *carry], place)
+        return carry
+
+    def _layer_of(self, equation: Equation, place: _Place) -> str | None:
+        """The innermost layer of the model that runs a primitive, by the scopes of its name."""
+        scopes = re.split(r"[/()]+", str(equation.source_info.name_stack))
+        parts = [each for each in scopes if each]
+        ends = ((first, last) for last in range(len(parts), 0, -1) for first in range(last))
+        names = (".".join(parts[first:last]) for first, last in ends)
+        return next((name for name in names if name in self._layers), place.layer)
+
+
+def _with_forward(equations: Sequence[Equation], places: Sequence[_Place]) -> list[_Place]:
+    """The places, those of the backward pass with the primitive whose gradient they compute.
+
+    JAX gives a derivative that is computed ahead the traceback of its primitive. A primitive of the
+    backward pass itself reads a number that its primitive has read, on the same line.
+    """
+    made_at, reads = dict[object, str](), dict[tuple[str | None, int], str]()
+    for equation, place in zip(equations, places, strict=True):
+        name = place.called or equation.primitive.name
+        if place.kind == "forward" and equation.primitive.name not in _CALLS:
+            made_at.setdefault(equation.source_info.traceback, name)
+            reads |= {(place.line, id(atom)): name for atom in equation.invars}
+
+    def of(equation: Equation, place: _Place) -> str | None:
+        read = (reads.get((place.line, id(atom))) for atom in equation.invars)
+        return made_at.get(equation.source_info.traceback) or next(filter(None, read), None)
+
+    pairs = zip(equations, places, strict=True)
+    return [p if p.kind == "forward" else p._replace(of=of(e, p)) for e, p in pairs]
+
+
+def _call_of(equation: Equation) -> tuple[str | None, str | None]:
+    """The user's line of a primitive, and the function of JAX that was called there.
+
+    The line is the innermost one that is neither JAX's nor gradscaler's. The function is None if it
+    is the primitive itself, or if nothing is known of its failures.
+    """
+    traceback = equation.source_info.traceback
+    called = _known(str(equation.params.get("name")))  # of a function that is compiled
+    for frame in () if traceback is None else traceback.frames:
+        line = users_line([(frame.file_name, frame.line_num)])
+        if line is not None:
+            return line, None if called == canonical(equation.primitive.name) else called
+        called = _known(frame.function_name) or called
+    return None, None
+
+
+def _known(function: str) -> str | None:
+    """The name that users know of a function whose failures are known; else None."""
+    name = canonical(function)
+    return None if row_of(name) is None or name in MOVES else name
+
+
+def _is_number(array: Array) -> bool:
+    """Whether an array is of a floating-point kind; one of another kind counts as finite."""
+    return dtype_name(array).startswith(("float", "bfloat", "complex"))

@@ -1,0 +1,230 @@
+"""Where an Inf or NaN of a step began, judged from the step's operations, in any framework."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from gradscaler.diagnose._gradients.arrays import to_numpy
+from gradscaler.diagnose._gradients.reading import (
+    Reading,
+    Tensor,
+    largest_finite,
+    largest_of,
+    read,
+    rows_of,
+)
+from gradscaler.diagnose._graph.call_site import users_line
+from gradscaler.diagnose._graph.masks import ADDS_UP, FILLS, TAKES_MASKS, Value, result
+from gradscaler.diagnose._graph.site import Site, located_at
+from gradscaler.diagnose._operations.operation import Role
+from gradscaler.diagnose._operations.rows import canonical, names_with, row_of
+from gradscaler.diagnose._record.located import BadGradient, Located
+
+DIVIDES = names_with(Role.DIVIDES)
+MOVES = names_with(Role.MOVES)
+
+Pass = Literal["forward", "backward"]
+
+
+class Owned(NamedTuple):
+    """A parameter of a model.
+
+    Attributes:
+        tensor: its value. It is kept, so that no other tensor gets its identity.
+        module: the name of the module that owns it.
+        type: the class of that module.
+        name: its own name in the module.
+    """
+
+    tensor: Tensor
+    module: str
+    type: str
+    name: str
+
+
+class Judge:
+    """Follows each Inf and NaN from the operation that made it to a result.
+
+    A seam gives the operations of one step, in the order in which they run: ``before()`` reads the
+    inputs of one, and ``see()`` judges what it made. An operation of the backward pass has the site
+    of the forward operation whose gradient it computes; the seam knows which it is.
+
+    Args:
+        modules: the modules of the model, by name.
+        parameters: the parameters of the model.
+        identity: tells one tensor from another; views of one memory may share it.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, Any],
+        parameters: Iterable[Owned],
+        identity: Callable[[Tensor], int] = id,
+    ) -> None:
+        self._identity = identity
+        self._names = {id(module): (name, module) for name, module in modules.items()}
+        self._parameters = dict[int, Owned]()
+        for each in parameters:
+            self.add(each)
+        # Only tensors with an Inf, NaN or -inf. They are kept, so that no other has their identity.
+        self._sources: dict[int, tuple[Tensor, Located]] = {}
+        self._reached: list[Located] = []
+
+    @property
+    def located(self) -> Located | None:
+        """The first Inf or NaN that reached a result; None if none did.
+
+        A step may return its new parameters before its loss, whose forward pass comes first.
+        """
+        return min(self._reached, key=lambda each: isinstance(each, BadGradient), default=None)
+
+    def add(self, parameter: Owned) -> None:
+        """Add a parameter, or a tensor that was read from one."""
+        self._parameters[self._identity(parameter.tensor)] = parameter
+
+    def site_at(self, frame: FrameType | None, name: str) -> Site:
+        """The site of an operation that a frame calls, under the name that users know.
+
+        A function of the framework that computes it of simpler operations, such as a norm, is what
+        the user called. The module is the innermost one of the model that runs: a frame holds it as
+        ``self``.
+        """
+        operation, line = canonical(name), None
+        owner: tuple[str, Any] | None = None
+        while frame is not None:
+            code = frame.f_code
+            if line is None and (line := users_line([(code.co_filename, frame.f_lineno)])) is None:
+                function = canonical(code.co_name)
+                is_known = row_of(function) is not None and function not in MOVES
+                operation = function if is_known else operation
+            if owner is None and "self" in code.co_varnames[:1]:
+                owner = self._names.get(id(frame.f_locals.get("self")))
+            frame = frame.f_back
+        name, module = ("", None) if owner is None else owner
+        site = Site(operation if line is not None else canonical(name), line)
+        return site if owner is None else site._replace(module=name, type=type(module).__name__)
+
+    def before(self, inputs: Sequence[Tensor], site: Site) -> list[Value[Located]]:
+        """The values of an operation's inputs, before it may overwrite them."""
+        return [self._value(tensor, site) for tensor in inputs]
+
+    def see(
+        self,
+        site: Site,
+        kind: Pass,
+        inputs: Sequence[Tensor],
+        values: Sequence[Value[Located]],
+        outputs: Sequence[Tensor],
+    ) -> None:
+        """Judge what an operation made of inputs with these values."""
+        for output in outputs:
+            value = self._made(site, kind, inputs, values, output)
+            key = self._identity(output)
+            if value.source is not None:
+                self._sources[key] = output, value.source
+            elif key in self._sources and not read(self._sources[key][0]).bad:
+                del self._sources[key]  # overwritten; a finite view of what is bad says nothing
+
+    def source_of(self, tensor: Tensor) -> Located | None:
+        """Where the Inf or NaN in a tensor began; None if that was not seen."""
+        found = self._sources.get(self._identity(tensor))
+        return None if found is None else found[1]
+
+    def source_of_copy(self, tensor: Tensor) -> Located | None:
+        """Where the Inf or NaN in a tensor began that an operation copied unseen, such as a slice.
+
+        All its values are in one tensor that an operation made, or that one's are all in it.
+        """
+        values = _values(tensor)
+        for kept, source in reversed(list(self._sources.values())):
+            others = _values(kept)
+            if values <= others or others <= values:
+                return source
+        return None
+
+    def note(self, tensor: Tensor, source: Located | None) -> None:
+        """Note where the Inf or NaN in a tensor began, such as one that is a part of another."""
+        if source is not None:
+            self._sources[self._identity(tensor)] = tensor, source
+
+    def end_in(self, results: Iterable[Tensor]) -> None:
+        """Note the results of a pass. An Inf or NaN that reaches none of them does no harm."""
+        for tensor in results:
+            found = read(tensor)
+            source = self.source_of(tensor) if found.bad else None
+            if source is None:
+                continue
+            is_number = math.prod(tensor.shape) == 1  # a scaled loss of Paddle's has one dimension
+            if found.state == "bad" or is_number or source.kind == "backward":
+                self._reached.append(source)
+
+    def _value(self, tensor: Tensor, site: Site) -> Value[Located]:
+        found = read(tensor)
+        if not found.bad:
+            return Value(found)
+        owned = self._parameters.get(self._identity(tensor))
+        # Another tensor may have had a parameter's memory before it.
+        source = None if owned and owned.tensor is tensor else self.source_of(tensor)
+        if found.state == "mask" and site.operation in TAKES_MASKS:
+            return Value(found)  # a NaN in its output is its own
+        if found.state == "bad" and source is None:
+            source = self._given(tensor, site)
+            self.note(tensor, source)
+        return Value(found, source)
+
+    def _given(self, tensor: Tensor, site: Site) -> Located:
+        """The place of an Inf or NaN that no operation made: a parameter, or what was given."""
+        owned = self._parameters.get(self._identity(tensor))
+        if owned is None:
+            return located_at(site, "input", tensor, largest_finite([tensor]), rows=rows_of(tensor))
+        at = Site(None, site.line, owned.module, owned.type)
+        return located_at(at, "forward", tensor, math.nan, parameter=owned.name)
+
+    def _made(
+        self,
+        site: Site,
+        kind: Pass,
+        inputs: Sequence[Tensor],
+        values: Sequence[Value[Located]],
+        output: Tensor,
+    ) -> Value[Located]:
+        found = read(output)
+        operation = canonical(site.operation or "")  # JAX's keep their own names
+        # A gradient of -Inf is no mask.
+        makes_masks = kind == "forward" and operation not in ADDS_UP
+        if (
+            (found.state == "mask" and operation in FILLS)
+            and makes_masks
+            and not any(v.source for v in values)
+        ):
+            return Value(found)  # it is meant as a mask
+
+        def made() -> Located:
+            largest = largest_of(value.found.largest for value in values)
+            divisor = None
+            if kind == "forward" and operation in DIVIDES and len(inputs) > 1:
+                divisor = smallest(inputs[1], values[1].found)
+            return located_at(site, kind, output, largest, smallest_divisor=divisor)
+
+        return result(found, not _dimensions(output), values, makes_masks, made)
+
+
+def smallest(tensor: Tensor, found: Reading) -> float | None:
+    """The smallest magnitude in a tensor; None if it holds an Inf or NaN."""
+    if found.bad:
+        return None
+    return float(abs(to_numpy(tensor).astype(float)).min(initial=math.inf))  # it may be whole
+
+
+def _values(tensor: Tensor) -> set[Any]:
+    """The different values in a tensor; NaN is None."""
+    return {None if math.isnan(each) else each for each in to_numpy(tensor).ravel().tolist()}
+
+
+def _dimensions(tensor: Tensor) -> int:
+    return len(np.shape(tensor))  # a number of JAX has no shape

@@ -1,0 +1,99 @@
+"""The operations of one step of Paddle."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from gradscaler.diagnose._gradients.reading import Tensor
+from gradscaler.diagnose._graph.call_site import called
+from gradscaler.diagnose._graph.hooks import weakly
+from gradscaler.diagnose._seams.calls import Calls, Place, imported
+from gradscaler.diagnose._seams.eager import EagerSeam, Node
+
+_BACKWARD = frozenset({"run_backward", "run_partial_grad"})
+_OPERATORS = "add sub mul div truediv floordiv mod pow matmul"
+# Methods of tensors that are no function of _C_ops.
+_METHODS = (
+    *(f"__{side}{name}__" for name in _OPERATORS.split() for side in ("", "r")),
+    *("_getitem_dygraph", "_setitem_dygraph", "clone", "contiguous", "copy_"),
+)
+
+
+def _places() -> Iterator[Place]:
+    """Where the functions of Paddle are."""
+    paddle: Any = sys.modules["paddle"]
+    functions = [f for name, f in vars(paddle._C_ops).items() if not name.startswith("_")]
+    yield from imported("paddle", filter(callable, functions))
+    yield from (Place(paddle.Tensor, name) for name in _METHODS if name in vars(paddle.Tensor))
+    yield from (Place(paddle.base.core.eager, name, is_open=True) for name in _BACKWARD)
+
+
+class PaddleSeam(EagerSeam):
+    """Shows a judge the operations of Paddle.
+
+    A node of Paddle that gets a hook, and makes a list of gradients, such as that of ``concat``,
+    ends the process. So it has none.
+    """
+
+    calls = Calls(_places)
+    backward_passes = _BACKWARD
+    hooks_any = False
+
+    @property
+    def tensor(self) -> type[Any]:
+        """The class of tensors."""
+        kind: type[Any] = sys.modules["paddle"].Tensor
+        return kind
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether operations are added to the graph."""
+        return bool(sys.modules["paddle"].is_grad_enabled())
+
+    def address(self, node: Node) -> int:
+        """The address of a node."""
+        address: int = node.node_ptr()
+        return address
+
+    def name(self, node: Node) -> str:
+        """The operation of a node, such as that of ``CastGradNode``."""
+        return called(node.name().partition("GradNode")[0].lower())
+
+    def before(self, node: Node) -> list[Node]:
+        """The nodes that get the gradients that a node makes."""
+        return list(node.next_functions)
+
+    def is_leaf(self, node: Node) -> bool:
+        """Whether a node takes the gradient of a leaf."""
+        return bool(node.name() == "GradNodeAccumulation")
+
+    def hook(self, node: Node, is_plain: bool) -> bool:
+        """Hook a node that makes no list of gradients."""
+        if not is_plain and node.name() != "CastGradNode":
+            return False
+        address = self.address(node)  # a hook that holds its node would keep it alive
+        see = partial(weakly(self._after), address)
+
+        def see_and_return(slots: Sequence[Any], gradients: Sequence[Any]) -> Sequence[Any]:
+            see(slots, gradients)
+            return slots
+
+        self._handles.append(node._register_post_hook(see_and_return))
+        return True
+
+    def _after(self, address: int, slots: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """See what a node made of gradients. It may overwrite one that nobody else needs."""
+        made, given = _flat(slots), _flat(gradients)
+        overwritten = {each.data_ptr() for each in made if each is not None}
+        left = [each for each in given if each is not None and each.data_ptr() not in overwritten]
+        self.see_gradients(address, left, made)
+
+
+def _flat(gradients: Sequence[Any]) -> list[Tensor | None]:
+    """The gradients of all slots; None for one that was not computed."""
+    lists = (each if isinstance(each, (list, tuple)) else [each] for each in gradients)
+    every = [each for slot in lists for each in slot]
+    return [each if each is not None and each._is_initialized() else None for each in every]

@@ -1,0 +1,72 @@
+"""The judge of where an Inf or NaN began, on operations of NumPy."""
+
+import numpy as np
+
+from gradscaler.diagnose._graph.site import Site
+from gradscaler.diagnose._seams.judge import Judge, Owned
+
+LOG, EXP = Site("log", "train.py:3"), Site("exp", "train.py:4")
+
+
+def run(judge, site, function, *inputs, kind="forward"):
+    values = judge.before(inputs, site)
+    with np.errstate(all="ignore"):
+        output = function(*inputs)
+    judge.see(site, kind, inputs, values, [output])
+    return output
+
+
+def test_the_operation_that_made_it_is_named_not_the_one_that_passed_it_on():
+    judge = Judge({}, [])
+    made = run(judge, EXP, np.exp, np.float32([1, 1000]))
+    judge.end_in([run(judge, LOG, np.log, made)])
+    assert (judge.located.operation, judge.located.line) == ("exp", "train.py:4")
+    assert judge.located.largest_input == 1000
+
+
+def test_what_reaches_no_result_does_no_harm():
+    judge = Judge({}, [])
+    run(judge, EXP, np.exp, np.float32([1000]))
+    judge.end_in([run(judge, LOG, np.log, np.float32([1]))])
+    assert judge.located is None
+
+
+def test_a_parameter_and_a_batch_are_given():
+    weight = np.float32([np.nan, 1])
+    judge = Judge({}, [Owned(weight, "head", "Linear", "weight")])
+    judge.end_in([run(judge, LOG, np.multiply, weight, np.float32([1, 1]))])
+    assert judge.located.bad_parameter == "head.weight"
+    judge = Judge({}, [Owned(weight, "head", "Linear", "weight")])
+    judge.end_in([run(judge, LOG, np.log, np.float32([[1], [np.nan], [1]]))])
+    assert (judge.located.kind, judge.located.rows) == ("input", "row 1 of 3")
+
+
+def test_a_mask_is_healthy_until_an_operation_makes_more_of_it():
+    judge = Judge({}, [])
+    masked = run(judge, Site("masked_fill"), lambda x: np.where(x > 0, -np.inf, x), np.ones(2))
+    judge.end_in([masked])
+    assert judge.located is None
+    judge.end_in([run(judge, Site("mul", "train.py:9"), np.multiply, masked, np.zeros(2))])
+    assert judge.located.line == "train.py:9"
+
+
+def test_a_gradient_of_minus_inf_is_no_mask():
+    judge = Judge({}, [])
+    slope = run(judge, LOG, lambda x: x / 0, np.float32([-1, -2]), kind="backward")
+    judge.end_in([slope])
+    assert (judge.located.kind, judge.located.operation) == ("backward", "log")
+
+
+def test_a_finite_view_of_a_bad_array_does_not_hide_where_it_began():
+    judge = Judge({}, [], identity=lambda array: array.__array_interface__["data"][0])
+    made = run(judge, EXP, np.exp, np.float32([1, 1000]))
+    run(judge, Site("view"), lambda x: x[:1], made)
+    assert judge.source_of(made).operation == "exp"
+
+
+def test_a_copy_that_was_not_seen_is_that_of_its_values():
+    judge = Judge({}, [])
+    made = run(judge, EXP, np.exp, np.float32([1, 2, 1000]))
+    assert judge.source_of_copy(made[1:].copy()).operation == "exp"
+    assert judge.source_of_copy(np.concatenate([made, np.float32([7])])).operation == "exp"
+    assert judge.source_of_copy(np.float32([5, np.inf])) is None
