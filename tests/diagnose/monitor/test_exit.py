@@ -5,7 +5,6 @@ import logging
 import math
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import warnings
@@ -22,6 +21,7 @@ from gradscaler.diagnose import Monitor, read_run
 # Its clock is replaced.
 from gradscaler.diagnose._monitor import step_log
 from gradscaler.torch import GradScaler
+from tests.support import programs
 
 # Their trainings are in float32, which is a finding of its own.
 pytestmark = pytest.mark.filterwarnings("ignore::gradscaler.diagnose.FindingWarning")
@@ -51,10 +51,7 @@ def train(steps, pause=0.0):
 
 def run(path, script):
     """The exit status of a script that trains, and its stderr."""
-    code = SCRIPT + textwrap.dedent(script)
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=120
-    )
+    done = programs.run("-c", SCRIPT + textwrap.dedent(script), path, cwd=path.parent)
     return done.returncode, done.stderr
 
 

@@ -3,6 +3,7 @@
 import importlib
 import math
 import os
+from contextlib import nullcontext
 from itertools import accumulate
 from types import SimpleNamespace
 
@@ -11,12 +12,14 @@ import pytest
 
 from gradscaler import DynamicScale, FixedScale, NonfiniteGradient
 from gradscaler.diagnose import Monitor, StuckError, read_run
+from tests.support.marked_lines import lines_marked_in
 
 FRAMEWORK = os.environ.get("GRADSCALER_FRAMEWORK", "torch").replace("-", "_")
 framework = pytest.importorskip(FRAMEWORK)
 ours = importlib.import_module(f"gradscaler.{FRAMEWORK}")
 EAGER = ("torch", "tensorplay", "paddle")
 IS_KERAS = FRAMEWORK in ("keras", "tf_keras")
+ZERO = "clear_grad()" if FRAMEWORK == "paddle" else "zero_grad()"
 
 RULE = DynamicScale(init_scale=8.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=3)
 FINITE = [True, True, True, True, False, True, False, False, True, True, True, True]
@@ -60,8 +63,102 @@ def test_an_inf_that_stays_in_a_gradient_shows_that_it_is_not_zeroed(path, monke
     monkeypatch.setenv("RANK", "0")
     found = unzeroed(zeroes=False, path=path)
     assert found.kind == "misuse"
-    assert "zero_grad() after each step" in found.text
-    assert "zero_grad() after each step" not in unzeroed(zeroes=True, path=None).text
+    assert f"{ZERO} after each step" in found.text
+    assert f"{ZERO} after each step" not in unzeroed(zeroes=True, path=None).text
+
+
+# A training of Paddle or TensorPlay, whose failures are watched: FAILURES has their batches.
+
+SEES_OPERATIONS = pytest.mark.skipif(
+    FRAMEWORK not in ("tensorplay", "paddle"), reason="PyTorch's loss has a graph to read"
+)
+line_of = lines_marked_in(__file__)
+
+
+def logarithm_of_0(model, inputs):
+    return (model(inputs) * 0).log().mean()  # logarithm_of_0
+
+
+def root_of_0(model, inputs):
+    roots = (model(inputs) * 0).sqrt()  # root_of_0
+    return roots.mean() + inputs.mean()
+
+
+def bad_batch(model, inputs):
+    values = inputs.numpy().copy()
+    values[3] = math.nan
+    make = framework.to_tensor if FRAMEWORK == "paddle" else framework.tensor
+    return model(make(values)).mean()  # bad_batch
+
+
+FAILURES = {"log": logarithm_of_0, "gradient of sqrt": root_of_0, "matmul": bad_batch}
+
+
+def trained(fails, failure, watches=True, steps=20):
+    """Train, and fail in some steps.
+
+    Returns:
+        What was told, by the step, and the weights as they were in the end.
+    """
+    is_paddle = FRAMEWORK == "paddle"
+    (framework.seed if is_paddle else framework.manual_seed)(0)
+    model = framework.nn.Linear(4, 2)
+    kind = framework.optimizer.SGD if is_paddle else framework.optim.SGD
+    rate = {"learning_rate" if is_paddle else "lr": 1e-3}
+    optimizer = kind(**{"parameters" if is_paddle else "params": model.parameters()}, **rate)
+    scaler, told = ours.GradScaler(policy=DynamicScale(2.0**10, growth_interval=5)), {}
+    number = 0
+    tell = SimpleNamespace(call=lambda finding: told.setdefault(number, []).append(finding))
+    monitor = Monitor(scaler, model, tell=tell.call) if watches else nullcontext()
+    with monitor:
+        for number in range(1, steps + 1):
+            inputs = framework.ones([8, 4])
+            loss = failure(model, inputs) if fails(number) else model(inputs).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            (optimizer.clear_grad if is_paddle else optimizer.zero_grad)()
+            with framework.no_grad():
+                model.eval()
+                model(inputs)  # an evaluation ends no watch, as it begins after the step
+                model.train()
+    return told, [parameter.detach().numpy().tolist() for parameter in model.parameters()]
+
+
+def after_3(number):
+    return number > 3
+
+
+def now_and_then(number):
+    return number in (4, 9, 10, 15)
+
+
+@SEES_OPERATIONS
+@pytest.mark.parametrize("fails", [after_3, now_and_then])
+@pytest.mark.parametrize("operation", FAILURES)
+def test_the_next_failing_step_shows_the_operation_and_the_line(operation, fails):
+    failure = FAILURES[operation]
+    told, weights = trained(fails, failure)
+    second = [number for number in range(1, 21) if fails(number)][1]
+    text = " ".join(finding.text for finding in told[second])
+    assert f"{operation} at {line_of(failure.__name__)}" in text
+    assert weights == trained(fails, failure, watches=False)[1]
+
+
+@SEES_OPERATIONS
+def test_a_step_that_is_not_watched_calls_the_functions_of_the_framework_itself():
+    owner = framework._C if FRAMEWORK == "tensorplay" else framework._C_ops
+    functions = dict(vars(owner)), dict(vars(framework.Tensor))
+    seen = []
+
+    def look(model, inputs):
+        seen.append((dict(vars(owner)), dict(vars(framework.Tensor))) == functions)
+        return logarithm_of_0(model, inputs)
+
+    trained(now_and_then, look)
+    assert seen[:2] == [True, False]  # the second failing step is watched, and shows the operation
+    assert seen[3:] == [True]
+    assert (dict(vars(owner)), dict(vars(framework.Tensor))) == functions
 
 
 # Each driver makes a scaler, a model of one parameter, `weight`, of five elements, and a step.

@@ -1,9 +1,12 @@
 """What a monitor without a scaler hooks, which optimizers it watches, and what it leaves behind."""
 
+import _thread
 import gc
 import json
 import math
+import threading
 import weakref
+from contextlib import nullcontext
 
 import pytest
 
@@ -39,6 +42,7 @@ def step(model, *optimizers, factor=1.0):
 
 
 def hooks():
+    gc.collect()  # the monitors that other tests left have hooks, too
     return len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
 
 
@@ -134,6 +138,33 @@ class Wrapper(torch.optim.Optimizer):
 
     def step(self, closure=None):
         self.inner.step(closure)
+
+
+class Zeroes(Wrapper):
+    """An optimizer that zeroes its gradients at the end of each step, as SAM does."""
+
+    def step(self, closure):
+        with torch.enable_grad():
+            closure()
+        self.inner.step()
+        self.zero_grad()
+
+
+@pytest.mark.parametrize("passes_before", [0, 1])
+def test_a_step_that_zeroes_its_gradients_counts(passes_before):
+    model = nn.Linear(4, 1)
+    optimizer = Zeroes(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def closure():
+        model(torch.ones(2, 4)).sum().backward()
+
+    with Monitor(model=model) as monitor:
+        for _ in range(30):
+            for _ in range(passes_before):
+                closure()
+            optimizer.step(closure)
+    assert len(monitor.history) == 30
+    assert "Nothing needs fixing" in monitor.verdict.text
 
 
 def test_an_optimizer_that_steps_another_counts_once():
@@ -263,3 +294,61 @@ def test_the_loop_of_a_disabled_scaler_in_bfloat16_tells_its_bad_step():
     assert monitor.bad_step == 3
     assert [finding.steps for finding in told] == [(3,)]
     assert "scale" not in monitor.verdict.text
+
+
+def test_a_backward_pass_in_another_one_is_part_of_it_also_in_a_thread_of_pytorchs_own():
+    inner, done = torch.nn.Parameter(torch.ones(())), threading.Semaphore(0)
+
+    class Checkpoint(torch.autograd.Function):  # a reentrant one, on a device
+        @staticmethod
+        def forward(ctx, inputs):
+            return inputs.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            def compute():
+                torch.autograd.backward(inner * 100)
+                done.release()
+
+            _thread.start_new_thread(compute, ())  # threading knows none that C++ has started
+            assert done.acquire(timeout=60)
+            return gradient
+
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([*model.parameters(), inner], lr=0.0)
+    monitor, losses = Monitor(model=model), []
+    for _ in range(3):
+        loss = Checkpoint.apply(model(torch.randn(4, 2))).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert [step.loss for step in monitor.history] == losses
+    monitor.close()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # PyTorch's own
+def test_the_compiler_sees_nothing_of_a_monitor_in_a_compiled_step():
+    def graphs_of(is_watched):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        graphs = []
+
+        def backend(graph, inputs):
+            graphs.append(graph)
+            return graph.forward
+
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        step = torch.compile(optimizer.step, backend=backend)
+        with Monitor(model=model) if is_watched else nullcontext() as monitor:
+            for _ in range(12):
+                optimizer.zero_grad()
+                model(torch.randn(2, 4)).square().mean().backward()
+                step()
+        assert not is_watched or len(monitor.history) == 12
+        return [graph.code for graph in graphs], model.weight.detach()
+
+    (graphs, weight), (alone, expected) = graphs_of(True), graphs_of(False)
+    assert torch.equal(weight, expected)
+    assert graphs == alone != []

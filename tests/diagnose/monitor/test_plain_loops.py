@@ -88,6 +88,7 @@ def test_only_optimizers_that_take_turns_are_said_to_count_one_by_one(name, fail
     assert read_run(path).verdict == monitor.verdict
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_first_bad_step_is_told_when_it_happens_with_its_operation_and_line(name, dtype, path):

@@ -3,8 +3,6 @@
 import copy
 import io
 import pickle
-import subprocess
-import sys
 
 import pytest
 
@@ -14,6 +12,7 @@ import torch
 
 from gradscaler.diagnose import Monitor
 from gradscaler.torch import GradScaler
+from tests.support import programs
 
 
 def watched(every=100):
@@ -42,29 +41,42 @@ def saved(model):
     return torch.load(file, weights_only=False)
 
 
-def hooks_of(model):
-    return [
-        hook
-        for module in model.modules()
-        for hooks in (module._forward_hooks, module._forward_pre_hooks)
-        for hook in hooks.values()
-    ]
+def state_of(model):
+    """All that modules hold, which hooks would be a part of."""
+    return [{name: repr(held) for name, held in vars(each).items()} for each in model.modules()]
 
 
 @pytest.mark.parametrize("between", ["update and scale", "scale and step"])
 @pytest.mark.parametrize("way", [saved, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_a_watched_model_is_saved_and_copied_as_any_other(way, between):
     model, monitor, begin = watched()
-    assert hooks_of(model)
     inputs = torch.ones(2, 4)
     if between == "scale and step":
         begin(inputs)
     twin = way(model)
     monitor.close()
-    assert hooks_of(model) == []
-    for hook in hooks_of(twin):  # they are there, and do nothing
-        assert hook(twin, (), {}) is hook(twin, (), None) is None
+    for parameter in model.parameters():
+        parameter.grad = None
+    for parameter in twin.parameters():
+        parameter.grad = None
+    assert state_of(twin) == state_of(model)
     assert torch.equal(twin(inputs), model(inputs))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_watched_model_is_scripted_and_traced_and_loaded_from_weights_alone():
+    model, monitor, _ = watched()
+    inputs = torch.ones(2, 4)
+    expected = model(inputs)
+    assert torch.equal(torch.jit.script(model)(inputs), expected)
+    assert torch.equal(torch.jit.trace(model, inputs, check_trace=True)(inputs), expected)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    kinds = [*map(type, model.modules()), set]
+    with torch.serialization.safe_globals(kinds):
+        assert torch.equal(torch.load(file, weights_only=True)(inputs), expected)
+    monitor.close()
 
 
 def test_what_was_saved_is_loaded_without_gradscaler(tmp_path):
@@ -75,4 +87,5 @@ def test_what_was_saved_is_loaded_without_gradscaler(tmp_path):
         "import sys, torch; sys.modules['gradscaler'] = None\n"
         "model = torch.load(sys.argv[1], weights_only=False); model(torch.ones(2, 4))"
     )
-    subprocess.run([sys.executable, "-c", code, tmp_path / "model.pt"], check=True)
+    done = programs.run("-c", code, tmp_path / "model.pt", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")

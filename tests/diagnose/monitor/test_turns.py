@@ -68,6 +68,18 @@ def test_a_verdict_does_not_praise_a_loss_that_stands_still(rate, factor, said):
     assert said in monitor.verdict.text
 
 
+def test_a_verdict_does_not_praise_a_loss_that_rises():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    with Monitor(model=model, tell=lambda _: None) as monitor:
+        for step in range(20):
+            optimizer.zero_grad()
+            (model(torch.ones(8, 4)).square().mean() + step).backward()
+            optimizer.step()
+    assert monitor.verdict.kind == "normal"
+    assert monitor.verdict.text.endswith("If it should have fallen, lower the learning rate.")
+
+
 def test_one_batch_with_a_small_loss_is_no_fall():
     model, told = nn.Linear(4, 4), []
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -17,12 +18,16 @@ from weakref import WeakSet
 
 from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import min_scale_of
+from gradscaler.diagnose._findings.frameworks import framework_named
 from gradscaler.diagnose._gradients.reading import Tensor
+from gradscaler.diagnose._graph.guard import guard
 from gradscaler.diagnose._monitor.disabled import DisabledScaler
+from gradscaler.diagnose._monitor.fit_batches import FitBatches
 from gradscaler.diagnose._monitor.loop_observer import LoopObserver
 from gradscaler.diagnose._monitor.models import one_model
 from gradscaler.diagnose._monitor.observer import EagerObserver
 from gradscaler.diagnose._monitor.plain_loop import PlainLoop
+from gradscaler.diagnose._monitor.recorded_loop import RecordedLoop, Unscaled
 from gradscaler.diagnose._monitor.recorder import Recorder
 from gradscaler.diagnose._monitor.replay import Replay
 from gradscaler.diagnose._monitor.step_log import OnStuck, StepLog
@@ -80,14 +85,16 @@ class Monitor:
 
     A graph lacks the operations that record none, such as those that prepare a batch or a target,
     and those inside compiled code. From a failure on that began there, the monitor watches the
-    calls of PyTorch's functions in each step, until another failure shows the operation, or three
-    show none. Compiled code runs uncompiled in these steps. The watch adds at most 5 % of the
-    training time, and a second.
+    calls of PyTorch's functions in the next five steps, until another failure shows the operation,
+    or three show none. A mode of PyTorch sees them, below those that the script enters. Compiled
+    code runs uncompiled in these steps. The watch adds at most 5 % of the training time, and a
+    second.
 
-    The modules are watched in the last of the first ``stuck_after`` skips: in TensorPlay and Paddle
-    to find the first that makes an Inf or NaN, and in PyTorch for the dtype of each module's
-    output, which autocast chooses. Later watches of modules take at most 5 % of the training time.
-    Any watch changes nothing, and breaks off if the model is evaluated meanwhile.
+    In TensorPlay and Paddle the monitor watches the operations of the steps after a failing one,
+    until one that fails shows where the Inf or NaN began, in either pass. The first such watch has
+    no limit, as its step is most likely lost. Later ones take at most 5 % of the training time, and
+    a second. They see the operations of the thread that calls ``update()``. Any watch changes
+    nothing, and breaks off if its time is used up.
 
     In PyTorch, if a parameter's gradient is all 0 or missing in a sample, the monitor examines
     three steps to find the operation that blocks the gradient, at most six times in a run.
@@ -112,8 +119,7 @@ class Monitor:
             is disabled counts as None there.
         model: the source of the parameters' names; several models in a list, or in a dict by the
             names to give them, such as ``{"generator": generator, "critic": critic}``. In PyTorch,
-            TensorPlay and Paddle, its modules are inspected in watched steps. Without a scaler, it
-            is needed.
+            TensorPlay and Paddle, watched steps name its modules. Without a scaler, it is needed.
         every: the mean number of steps from one sample to the next. The sampled step of each
             ``every`` steps varies by a fixed rule, so that batches in a periodic order are all
             seen. If ``every`` is more than 50, steps 2, 5, 10, 20 and 50 are sampled too, so that a
@@ -194,16 +200,19 @@ class Monitor:
             choices = ", ".join(map(repr, get_args(OnStuck)))
             raise ValueError(f"on_stuck must be one of {choices}, got {on_stuck!r}")
         self._framework = "torch" if scaler is None else _framework_of(scaler)
+        is_recorded_loop = isinstance(scaler, Unscaled)
+        self._versions = _versions(self._framework)
         is_eager = scaler is None or hasattr(scaler, "add_observer")
         is_off = is_eager and scaler is not None and not scaler.observed.is_enabled
         is_loop = is_off and self._framework == "torch" and model is not None
-        has_scaler = scaler is not None and not is_loop
+        has_scaler = scaler is not None and not (is_loop or is_recorded_loop)
         if has_scaler and optimizers is not None:
             raise TypeError("optimizers must be None, as the scaler announces what it steps")
         self._dtype = format_named(dtype or ("float16" if has_scaler else "float32")).name
         _check(scaler, model, is_eager)
         model = one_model(model)
-        self._scaler = scaler if has_scaler else PlainLoop(model, optimizers)
+        is_given = has_scaler or is_recorded_loop
+        self._scaler = scaler if is_given else PlainLoop(model, optimizers)
         scaler = self._scaler
         rank, self._world_size = _rank_and_world_size()
         is_enabled = not is_eager or scaler.observed.is_enabled
@@ -217,8 +226,7 @@ class Monitor:
                 time = strftime("%Y-%m-%dT%H:%M:%SZ", gmtime())
                 ranks = rank, self._world_size
                 what = self._framework, self._dtype, every, 0, policy, time
-                versions = _versions(self._framework)
-                start = Start(*what, *ranks, script=_script(), versions=versions)
+                start = Start(*what, *ranks, script=_script(), versions=self._versions)
                 file = RunFile(Path(os.fspath(path).replace("{rank}", str(rank))), start)
             writers: list[RunFile | ScalarLog] = [] if file is None else [file]
             if log is not None and is_enabled:
@@ -226,14 +234,14 @@ class Monitor:
             step = 0 if file is None else file.step
             self._before = None if file is None else file.before
             self._log = StepLog(writers, step, on_stuck, stuck_after, self._judge, tell)
-            source: type[EagerObserver | Recorder] = EagerObserver if is_eager else Recorder
-            source = source if has_scaler else LoopObserver
+            source = _source_of(is_eager, has_scaler)
             settings = every, forensics, self._dtype, self._world_size
             self._source = source(scaler, self._framework, model, self._log, *settings)
             if isinstance(self._source, LoopObserver) and dtype is None:
                 self._source.dtype_seen = partial(self._restart, file, start)
-            self._disabled = DisabledScaler(model, self._log) if is_off else None
+            self._disabled = DisabledScaler(self._log) if is_loop else None
             self._is_open = True
+            guard.add(self)
             self._process: int | None = os.getpid()
             _open_monitors.add(self)
             atexit.unregister(_close_all)
@@ -263,7 +271,9 @@ class Monitor:
             finite: a boolean scalar, whether the gradients were finite. If left out, it is inferred
                 from the number of steps that Keras' inner optimizer took, else from the scale and
                 its counter. A fixed scale gives no evidence; the step is assumed to be finite.
-            gradients: the unscaled gradients, in any structure. A list takes its names from the
+            gradients: the unscaled gradients, in any structure. Where your step holds scaled ones,
+                divide them by the scale before the scaler moves it: in Keras by
+                ``optimizer.loss_scale`` before ``apply()``. A list takes its names from the
                 model. If left out, gradients are neither sampled nor inspected. If given, and
                 with ``forensics``, each call waits for the device.
             loss: the unscaled loss.
@@ -271,14 +281,16 @@ class Monitor:
                 only if the run is stuck or a loss was not finite. If left out, the parameters of
                 ``model`` are inspected.
             replay: a function that returns a tuple: the function and the arguments that
-                :func:`locate_jax` takes, for this step; on PyTorch, the model and the closure that
-                :func:`locate` takes. It is called in a failed step until a failure is located, and
-                in the step of a verdict on a streak of skips; other steps only keep it unused. A
-                step has failed if its loss is not finite, or if it was skipped with gradients of
-                NaN without Inf, or at a scale of at most 1. If the replay raises, there is a
-                warning, and it is called no more. On a device the monitor reads each step at once,
-                as it must for a replay, only from the first failed step on that a later reading
-                found.
+                :func:`locate_jax` takes, for this step; or the model and the closure that
+                :func:`locate` takes. It is called in a failed step until a failure
+                is located, and in the step of a verdict on a streak of skips; other steps only keep
+                it unused. A step has failed if its loss is not finite, or if it was skipped with
+                gradients of NaN without Inf, or at a scale of at most 1. Where ``gradients`` are
+                left out, two more count: the second skip in a row, and the second one with a finite
+                loss if each came after an applied step, and the scale did not grow between them. If
+                the replay raises, there is a warning, and it is called no more. On a device the
+                monitor reads each step at once, as it must for a replay, only from the first failed
+                step on that a later reading found.
 
         Raises:
             TypeError: the scaler announces its steps itself; ``scaler`` is not a scaler; or
@@ -295,7 +307,9 @@ class Monitor:
 
         The verdict names that place if the monitor itself saw only what read the Inf or NaN.
         """
-        if self._is_open:
+        if self._is_open and isinstance(self._source, RecordedLoop):
+            self._source.noted = located
+        elif self._is_open:
             self._log.add_made(located)
 
     def leave_out(self, loss: Tensor) -> None:
@@ -325,9 +339,12 @@ class Monitor:
     def callback(self) -> Any:
         """A callback for ``model.fit`` that records each training step, without its gradients.
 
-        Keras reports only the mean loss of the epoch so far, so the loss is left out. A verdict
-        then rests on the model's parameters and the scale alone. It cannot tell a NaN in the loss
-        or an activation from one in a gradient, and says that gradients are Inf or NaN.
+        Keras reports only the mean loss of the epoch so far, so the loss is left out, except that
+        of the first batch of an epoch that makes this mean NaN or Inf. In Keras 3, a failing batch
+        is run again once, eagerly, and the operation is named. With tf-keras, or with several
+        replicas, a verdict rests on the model's parameters and the scale alone in later steps. It
+        cannot tell a NaN in the loss or an activation from one in a gradient then, and says that
+        gradients are Inf or NaN.
 
         Raises:
             TypeError: the scaler is not for Keras or tf-keras.
@@ -338,9 +355,28 @@ class Monitor:
         monitor = self
 
         class Recording(keras.callbacks.Callback):  # type: ignore[misc] # untyped base
-            def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+            mean = 0.0  # of the losses of the epoch so far
+            batches: FitBatches | None = None
+
+            def on_train_begin(self, logs: object = None) -> None:
+                if monitor._framework == "keras":
+                    self.batches = FitBatches(self.model)
+                    self.batches.start()
+
+            def on_train_end(self, logs: object = None) -> None:
+                if self.batches is not None:
+                    self.batches.stop()
+
+            def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
+                self.mean = 0.0
+
+            def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
                 _ = self.model  # on JAX, reading it updates the optimizer's variables
-                monitor.record()
+                before, self.mean = self.mean, float((logs or {}).get("loss", 0.0))
+                is_bad = math.isfinite(before) and not math.isfinite(self.mean)
+                seen = self.batches
+                replay = None if seen is None or seen.latest is None else seen.replay
+                monitor.record(loss=self.mean if is_bad else None, replay=replay)
 
         return Recording()
 
@@ -370,6 +406,15 @@ class Monitor:
         if self._is_open:
             self._source.close(self._finish)
 
+    def break_off(self, reason: str) -> None:
+        """Stop watching after an error of the monitor's own, which the verdict says."""
+        if not self._is_open:
+            return
+        with suppress(Exception):
+            self._log.break_off(reason)
+        self._source.break_off()
+        self._finish()
+
     def _restart(self, file: RunFile | None, start: Start | None, dtype: str) -> None:
         """Write the first line again, with the dtype that was seen."""
         self._dtype = dtype
@@ -383,6 +428,7 @@ class Monitor:
             self._log.close()
         finally:  # closing may raise where warnings are errors
             self._is_open = False
+            guard.remove(self)
             _open_monitors.discard(self)
 
     def __del__(self) -> None:
@@ -407,7 +453,8 @@ class Monitor:
         evidence = replace(
             log.evidence,
             dtype=self._dtype,
-            has_scaler=not isinstance(self._source, LoopObserver),
+            has_scaler=not isinstance(self._source, (LoopObserver, RecordedLoop)),
+            framework=framework_named(self._framework, self._versions),
             world_size=self._world_size,
             is_finite_here=bool(log.counts.is_finite_here),
             before=self._before,
@@ -424,9 +471,15 @@ class Monitor:
                 first_scale=streak.first_scale,
                 skips=streak.skips,
                 located=self._source.located or evidence.found_before(streak.skips[-1]),
-                is_replayed=isinstance(self._source, Recorder),
             )
         return judge(evidence)
+
+
+def _source_of(is_eager: bool, has_scaler: bool) -> type[EagerObserver | Recorder]:
+    """What adds the steps of a scaler, or of a loop without one, to the log."""
+    if is_eager:
+        return EagerObserver if has_scaler else LoopObserver
+    return Recorder if has_scaler else RecordedLoop
 
 
 def _close_all() -> None:
@@ -457,6 +510,8 @@ def _describe(policy: object) -> dict[str, Any]:
 
 def _framework_of(scaler: object) -> str:
     """The framework of a scaler, or of the optax state that holds one."""
+    if isinstance(scaler, Unscaled):
+        return scaler.framework
     for base in type(scaler).__mro__:
         package, _, rest = base.__module__.partition(".")
         framework = rest.partition(".")[0]
@@ -474,8 +529,11 @@ def _script() -> str:
 
 
 def _versions(framework: str) -> dict[str, str]:
-    """The versions of Python, gradscaler and a framework."""
-    packages = {name: sys.modules.get(name) for name in ("gradscaler", framework)}
+    """The versions of Python, gradscaler and a framework, and of Keras' backend."""
+    names = ["gradscaler", framework]
+    if framework == "keras":
+        names.append(sys.modules["keras"].backend.backend())
+    packages = {name: sys.modules.get(name) for name in names}
     found = {name: getattr(each, "__version__", "unknown") for name, each in packages.items()}
     return {"Python": python_version(), **{name: str(each) for name, each in found.items()}}
 

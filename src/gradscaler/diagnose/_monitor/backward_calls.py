@@ -10,6 +10,7 @@ from functools import wraps
 from typing import Any, Protocol
 
 from gradscaler.diagnose._gradients.reading import Tensor
+from gradscaler.diagnose._graph.guard import guard, guarded
 
 
 class BackwardListener(Protocol):
@@ -24,13 +25,8 @@ class BackwardListener(Protocol):
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 _replaced: list[Callable[..., None]] = []  # PyTorch's own function, while anyone listens
-
-
-class _State(threading.local):
-    is_inside = False  # a reentrant checkpoint calls backward() in a backward pass
-
-
-_state = _State()
+_trains: list[threading.Thread] = []  # the thread of the latest backward pass
+_inside: set[int] = set()  # the ids of threads in a backward pass
 
 
 def listen(listener: BackwardListener) -> None:
@@ -58,29 +54,65 @@ def ignore(listener: BackwardListener) -> None:
 def _announcing(backward: Callable[..., None]) -> Callable[..., None]:
     @wraps(backward)
     def announced(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-        if _state.is_inside:
+        own = threading.get_ident()
+        if _is_inside(own):
             backward(tensors, grad_tensors, *args, **kwargs)
             return
-        _state.is_inside = True
+        _inside.add(own)
         try:
             listeners = _tell_before(_losses_in(tensors))
             backward(tensors, grad_tensors, *args, **kwargs)
         finally:
-            _state.is_inside = False
-        for each in listeners:
-            each.after_backward()
+            _inside.discard(own)
+        _tell_after(listeners)
 
     return announced
+
+
+def _is_inside(thread: int) -> bool:
+    """Whether a thread calls ``backward`` in a backward pass, as a reentrant checkpoint does.
+
+    A device has a thread of PyTorch's own for the passes of all threads.
+    """
+    if thread in _inside or not _inside:
+        return thread in _inside
+    known = [each for each in threading.enumerate() if each.ident == thread]
+    return not known or isinstance(known[0], threading._DummyThread)
+
+
+@guarded
+def _tell_after(listeners: Sequence[BackwardListener]) -> None:
+    for each in listeners:
+        each.after_backward()
 
 
 def _tell_before(losses: Sequence[Tensor]) -> list[BackwardListener]:
     """Tell all listeners of a backward pass that begins, also those that join meanwhile."""
     told: list[BackwardListener] = []
+    _end_if_in_threads()
+    _tell_each(told, losses)
+    return told
+
+
+@guarded
+def _end_if_in_threads() -> None:
+    """End all watches before a second thread trains: its backward pass writes what they read."""
+    if not _listeners:
+        _trains.clear()
+        return
+    own = threading.current_thread()
+    if any(each is not own and each.is_alive() for each in _trains):
+        reason = "a second thread made a backward pass, and gradscaler watches one"
+        guard.end(reason, f"the watch ended, and the training goes on: {reason}.")
+    _trains[:] = [own]
+
+
+@guarded
+def _tell_each(told: list[BackwardListener], losses: Sequence[Tensor]) -> None:
     while joined := [each for each in _listeners if each not in told]:
         for each in joined:
             told.append(each)
             each.before_backward(losses)
-    return told
 
 
 def _losses_in(tensors: Any) -> list[Tensor]:

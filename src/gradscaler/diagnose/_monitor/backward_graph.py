@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FrameType
 
-from gradscaler.diagnose._findings.gradient_values import CHECKPOINT, CUT, ENDED, SATURATED, STEPS
+from gradscaler.diagnose._findings.gradient_values import BLOCKS, CHECKPOINT, CUT, ENDED
 from gradscaler.diagnose._gradients.reading import Tensor, largest, largest_of
 from gradscaler.diagnose._graph.call_site import Node, differentiated
-from gradscaler.diagnose._graph.hooks import Handle, remove_all, weakly
+from gradscaler.diagnose._graph.hooks import OneCallHooks, weakly
 from gradscaler.diagnose._graph.nodes import MOST_NODES, is_opaque, nodes_from
 from gradscaler.diagnose._monitor.failure_watch import FailureWatch
 
@@ -23,8 +22,10 @@ _LOOKS = 3  # consecutive steps that a round examines
 _MOST_ROUNDS = 6
 
 
-def listen(loss: object, dtypes: set[str]) -> None:
+def listen(loss: object, dtypes: set[str], hooks: OneCallHooks) -> None:
     """Add the names of the gradients' dtypes in a loss' next backward pass to ``dtypes``.
+
+    ``hooks`` gets the hooks of the pass.
 
     If the graph is too large or hides a part of itself, ``"unknown"`` is added too. The call
     computes nothing and waits for no device. It does nothing outside PyTorch, because no other
@@ -37,7 +38,7 @@ def listen(loss: object, dtypes: set[str]) -> None:
         if number == MOST_NODES:
             return
         if "AccumulateGrad" not in name:  # parameters stay in float32 under autocast
-            node.register_prehook(partial(_note, dtypes))
+            hooks.add(node.register_prehook, partial(_note, dtypes))
 
 
 def _note(dtypes: set[str], gradients: Sequence[Tensor]) -> None:
@@ -68,8 +69,8 @@ class CutOff:
         self._rounds = _MOST_ROUNDS if is_on else 0  # rounds left
         self._cut: dict[str, str] | None = None  # blocked in all steps of this round
         self.is_looking = False
-        self._handles: list[Handle] = []
-        weakref.finalize(self, remove_all, self._handles).atexit = False
+        self._see = weakly(self._see_output)
+        self._hooks = OneCallHooks()
         self._called: dict[str, bool] = {}  # whether a module's output is in the graph
         self._checkpointed: set[str] = set()  # modules in a reentrant checkpoint without a graph
         self._flat: dict[Node, str] = {}  # operations by node, of nodes that block gradients
@@ -79,7 +80,7 @@ class CutOff:
         """Begin a step, before its forward pass."""
         if self._left:
             self.stop()  # the step before may have raised an error
-            self.is_looking = self._watch.look(step, weakly(self._see_output))
+            self.is_looking = self._watch.look(step, self._see)
 
     def _see_output(self, output: Tensor, module: str, _: str) -> None:
         if not output.requires_grad and _is_in_checkpoint():
@@ -91,11 +92,11 @@ class CutOff:
         """Watch the backward pass of a loss."""
         for node in nodes_from([loss.grad_fn]):
             operation = differentiated(node.name())
-            if operation in (*STEPS, *SATURATED, *ENDED):
+            if operation in BLOCKS:
                 # The hook must not refer to this object. The garbage collector does not see into
                 # the graph, so the object would never be freed.
                 note = partial(_note_slope, self._flat, node, operation)
-                self._handles.append(node.register_hook(note))
+                self._hooks.add(node.register_hook, note)
 
     def note(self, parameters: Mapping[str, Tensor]) -> None:
         """Note what blocks the gradients of named parameters, before their optimizer steps."""
@@ -138,7 +139,7 @@ class CutOff:
 
     def stop(self) -> None:
         """Stop examining the step."""
-        remove_all(self._handles)
+        self._hooks.remove()
         self.is_looking = False
         self._called, self._flat, self._now, self._checkpointed = {}, {}, {}, set()
 

@@ -4,53 +4,53 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
-from gradscaler.diagnose._graph.hooks import weakly
+from gradscaler.diagnose._gradients.reading import Tensor
+from gradscaler.diagnose._graph.nodes import in_order
+from gradscaler.diagnose._monitor import backward_calls
 from gradscaler.diagnose._monitor.step_log import StepLog
+from gradscaler.diagnose._record.events import Counted, Event
 
-_ENOUGH = 10  # forward passes that are looked at
+_ENOUGH = 10  # backward passes that are looked at
 
 
 class DisabledScaler:
-    """Notes the first forward passes of PyTorch that compute in float16 under a disabled scaler.
+    """Notes the first backward passes of PyTorch that compute in float16 under a disabled scaler.
 
-    The scaler announces nothing then. A hook on the model sees its output, and whether autocast is
-    on. It is removed after ten such passes.
+    The scaler announces nothing then. The graph of a loss shows what autocast chose, so the model
+    needs no hook, which would be saved and scripted with it.
     """
 
-    def __init__(self, model: Any, log: StepLog) -> None:
-        self._calls: list[str] = []
+    def __init__(self, log: StepLog) -> None:
+        self._seen: list[Counted] = []
+        self._num_left = _ENOUGH
         self._log = weakref.ref(log)
-        register = getattr(model, "register_forward_hook", None)
-        self._hook = None if register is None else register(weakly(self._see))
+        backward_calls.listen(self)
 
-    def _see(self, module: object, inputs: object, output: object) -> None:
-        log = self._log()
-        if log is None or not _is_in_float16(output):
-            return
-        self._calls.append("disabled")
-        if len(self._calls) == _ENOUGH:
+    def before_backward(self, losses: Sequence[Tensor]) -> None:
+        """Look at the graphs of the losses."""
+        self._num_left -= 1
+        if not self._num_left:
             self.stop()
-        log.note_calls(self._calls)
+        log = self._log()
+        with suppress(Exception):
+            if log is not None and any(map(_has_float16, losses)):
+                self._seen.append(Counted(Event.DISABLED))
+                log.note_early(self._seen)
+
+    def after_backward(self) -> None:
+        """Nothing to do."""
 
     def stop(self) -> None:
-        """Look at no more forward passes."""
-        hook, self._hook = self._hook, None
-        if hook is not None:
-            hook.remove()
+        """Look at no more passes."""
+        backward_calls.ignore(self)
 
 
-def _is_in_float16(output: Any) -> bool:
-    """Whether an output that is trained is float16, or was computed under autocast to it."""
-    torch: Any = sys.modules["torch"]  # whose model has the hook
-    each = output.values() if isinstance(output, Mapping) else output
-    tensors = (output,) if isinstance(output, torch.Tensor) else each
-    for tensor in tensors if isinstance(tensors, Iterable) else ():
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            device = tensor.device.type
-            is_cast = torch.is_autocast_enabled(device)
-            dtype = torch.get_autocast_dtype(device) if is_cast else tensor.dtype
-            return bool(torch.float16 in (dtype, tensor.dtype))
-    return False
+def _has_float16(loss: Tensor) -> bool:
+    """Whether an operation in the graph of a loss made float16."""
+    torch: Any = sys.modules["torch"]
+    made = (each for node in in_order(loss) for each in node._input_metadata)
+    return any(each.dtype == torch.float16 for each in made)

@@ -1,43 +1,89 @@
-"""A watch of the modules in steps that decide a verdict."""
+"""A watch of the operations in steps that decide a verdict."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from gradscaler.diagnose._gradients.reading import Tensor
 from gradscaler.diagnose._graph.budget import LOOKED_AT, WATCHED, Budget
 from gradscaler.diagnose._graph.hooks import weakly
-from gradscaler.diagnose._locate.module_hooks import ModuleHooks
+from gradscaler.diagnose._locate.locate import seam_of
+from gradscaler.diagnose._locate.module_hooks import ModuleHooks, framework_of
 from gradscaler.diagnose._monitor.step_log import StepLog
 from gradscaler.diagnose._record.located import Located, is_exact
 from gradscaler.diagnose._record.step import Step
+from gradscaler.diagnose._seams.eager import EagerSeam
 
 _CREDIT = 0.1  # seconds: too few to be missed, and enough to look at a short run's first steps
+_CREDIT_OF_OPERATIONS = 1.0  # as the watches of PyTorch's operations have
+
+
+class _Operations:
+    """Finds the first operation of TensorPlay or Paddle whose Inf or NaN reaches a result.
+
+    It has the methods of :class:`ModuleHooks` that a watch calls.
+    """
+
+    see_output: object = None
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.may_continue: Callable[[], bool] | None = None
+        self.located: Located | None = None
+        self._framework = framework_of(model)
+        self._seam: EagerSeam | None = None
+
+    def start(self) -> None:
+        """Begin to see the operations of this thread."""
+        self.stop()
+        self.located, self._seam = None, seam_of(self.model)
+        self._seam.may_continue = self.may_continue
+        self._seam.start()
+
+    def stop(self) -> None:
+        """See no more, and let go of the graph."""
+        seam, self._seam = self._seam, None
+        if seam is not None:
+            seam.stop()
+            self.located = seam.located
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether the model is being evaluated."""
+        return not (self.model.training or self._framework.is_grad_enabled())
 
 
 class FailureWatch:
-    """Watches a model's modules in the steps that decide a verdict, and keeps what was located.
+    """Watches a model in the steps that decide a verdict, and keeps what was located.
 
-    It finds what no graph of a loss shows: the modules of TensorPlay and Paddle, and the dtypes
-    that autocast chose. A watch begins after the step before, if the budget allows it, and ends
-    with ``update``. It breaks off if the model is evaluated meanwhile, or if the budget is used up.
+    In TensorPlay and Paddle it finds the operation that made an Inf or NaN; in PyTorch, the graph
+    of a loss shows it, and only the step's gradients are inspected. A watch begins after the step
+    before, if the budget allows it, and ends with ``update``. It breaks off if the budget is used
+    up.
+
+    Args:
+        model: the model.
+        log: the log of its steps.
+        finds_operations: whether to read what operations make.
 
     Attributes:
         step: the latest watched step.
         located: the origin of the first Inf or NaN in the latest streak of skips; None if unknown.
     """
 
-    def __init__(self, model: object, log: StepLog) -> None:
-        self._log = log
-        self._hooks: ModuleHooks | None = None
+    def __init__(self, model: object, log: StepLog, finds_operations: bool) -> None:
+        self._log, self._finds_operations = log, finds_operations
+        self._hooks: ModuleHooks | _Operations | None = None
         with suppress(TypeError):  # there may be no model
-            self._hooks = ModuleHooks(model)
+            self._hooks = _Operations(model) if finds_operations else ModuleHooks(model)
             self._hooks.may_continue = weakly(self._may_continue)
-        self._budget = Budget(_CREDIT)
+        self._budget = Budget(_CREDIT_OF_OPERATIONS if finds_operations else _CREDIT)
         self._next: float | None = None  # seconds for a watch of the next step, if wanted
-        self._has_seen_streak = False
+        self._has_seen_failure = False
+        self._is_sought = False  # whether a failed step has shown no operation yet
         self._is_whole = True  # False if the latest watch broke off
         self._is_located = False  # whether an operation that made an Inf or NaN is known
         self.step = 0
@@ -51,8 +97,9 @@ class FailureWatch:
     def start_if_wanted(self, step: int) -> None:
         """Watch a step if :meth:`step_ended` found that worthwhile after the step before."""
         if self._next is not None and self._hooks is not None:
-            self._budget.begin(self._next)
-            self._hooks.start()
+            if self._finds_operations:
+                self._hooks.start()  # the first one looks for all functions, which is done once
+                self._budget.begin(self._next)
             self.step, self._is_whole = step, True
 
     def look(self, step: int, see_output: Callable[[Tensor, str, str], None]) -> bool:
@@ -62,7 +109,7 @@ class FailureWatch:
             False if another watch is running, or if the budget does not allow this one.
         """
         seconds = self._budget.left(step, LOOKED_AT)
-        if self.is_on or seconds is None:
+        if seconds is None or self.is_on:
             return False
         self._budget.begin(seconds)
         if self._hooks is not None:
@@ -77,8 +124,13 @@ class FailureWatch:
             self._hooks.stop()
 
     def _may_continue(self) -> bool:
-        """Whether to go on watching at a module's call; breaks the watch off if not."""
+        """Whether to see a module's call, or an operation; may break the watch off.
+
+        An operation of an evaluation is passed over: it reaches no loss.
+        """
         is_evaluating = self._hooks is not None and self._hooks.is_evaluating
+        if is_evaluating and self._finds_operations:
+            return False
         if is_evaluating or self._budget.is_used_up:
             self.stop()
             self._is_whole = False
@@ -91,11 +143,13 @@ class FailureWatch:
         """
         self._budget.step_ended(step)
         self._next = None
-        if not is_verdict_late and (self._is_located or not self._log.is_nearly_stuck):
+        is_wanted = self._log.is_nearly_stuck or self._is_sought
+        if not is_verdict_late and (self._is_located or not is_wanted):
             return
-        self._next = self._budget.left(step, WATCHED)
-        if not self._has_seen_streak:  # without a limit, as the step is most likely lost anyway
-            self._next, self._has_seen_streak = math.inf, True
+        # Of operations, the longest watch so far tells what the next one takes.
+        self._next = self._budget.left(step, 0.0 if self._finds_operations else WATCHED)
+        if not self._has_seen_failure:  # without a limit, as the step is most likely lost anyway
+            self._next, self._has_seen_failure = math.inf, True
 
     def keep_located(self, in_graph: Located | None) -> None:
         """Keep the origin located in the latest step, if that step failed.
@@ -108,20 +162,20 @@ class FailureWatch:
         if latest is None or not (latest.skipped or latest.has_bad_loss):
             self.located = None
             if in_graph is not None and in_graph.is_likely and known is None:
-                self._log.add_watched(in_graph, {})
+                self._log.add_watched(in_graph)
             return
-        found = in_graph or self._in_modules(latest)
+        self._is_sought |= self._finds_operations and (latest.has_bad_loss or latest.is_hopeless)
+        found = in_graph or self._in_watch(latest)
         if in_graph is not None and self._is_located and not is_exact(in_graph):
             found = known
         self._is_located |= is_exact(found)
         self.located = found or self.located
-        is_watched = self.step == latest.step and self._is_whole
-        dtypes = self._hooks.dtypes if self._hooks is not None and is_watched else {}
-        self._log.add_watched(found, dtypes)
+        self._log.add_watched(found)
 
-    def _in_modules(self, step: Step) -> Located | None:
-        """The module that a watch of a step found."""
-        if self.step != step.step or not self._is_whole or self._hooks is None:
+    def _in_watch(self, step: Step) -> Located | None:
+        """The operation that a watch of a step found."""
+        is_read = self._finds_operations and self.step == step.step and self._is_whole
+        if not is_read or self._hooks is None:
             return None
         # A failure that a lower scale may fix is not reported before there is a verdict.
         is_told = self._log.has_failed(step) or self._log.stuck_streak is not None

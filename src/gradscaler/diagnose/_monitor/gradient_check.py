@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gradscaler.diagnose._gradients.arrays import dtype_name, local, shape_of
@@ -63,6 +63,46 @@ class GradientCheck:
         )
 
 
+class Glance:
+    """A look at some gradients on a CPU, which show whether the others are finite.
+
+    Args:
+        parameters: the parameters to check.
+        shown: for a matrix among them the vector whose gradient is bad if that of the matrix is, by
+            their ids.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], shown: Mapping[int, int]) -> None:
+        every = {id(parameter): parameter for parameter in parameters}
+        seen = {matrix: every[v] for matrix, v in shown.items() if matrix in every and v in every}
+        self._vectors = list({id(vector): vector for vector in seen.values()}.values())
+        skipped = seen.keys() | {id(vector) for vector in self._vectors}
+        self._others = [each for key, each in every.items() if key not in skipped]
+
+    def is_clean(self) -> bool:
+        """Whether the gradients are finite; False if that was not seen, too."""
+        tensor_class: Any = sys.modules["torch"].Tensor
+        vectors = [parameter.grad for parameter in self._vectors]
+        others = [each.grad for each in self._others if each.grad is not None]
+        for gradient in vectors + others:
+            if type(gradient) is not tensor_class or not gradient.is_cpu or gradient.requires_grad:
+                return False  # a vector without a gradient shows nothing
+        vectors += [gradient for gradient in others if gradient.ndim == 1]
+        return _have_finite_sum(vectors, [each for each in others if each.ndim != 1])
+
+
+def _have_finite_sum(vectors: Sequence[Tensor], others: Iterable[Tensor]) -> bool:
+    """Whether the sum of all elements is finite, which an Inf or NaN among them prevents."""
+    torch: Any = sys.modules["torch"]
+    try:
+        total = float(torch.cat(vectors).sum()) if vectors else 0.0  # in two calls, for speed
+        for each in others:
+            total += float(each.sum())
+    except (RuntimeError, TypeError, NotImplementedError):  # one is sparse or complex
+        return False
+    return math.isfinite(total)
+
+
 class LateCheck(NamedTuple):
     """A check of gradients on a device, which is read once it has arrived.
 
@@ -75,6 +115,11 @@ class LateCheck(NamedTuple):
     check: GradientCheck
     loss: HostCopy | None
     root: Node
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether it has arrived, and no gradient holds an Inf or a NaN."""
+        return self.check.has_arrived and not self.check.suspects()
 
 
 def nonfinite(parameters: Mapping[str, Tensor]) -> tuple[NonfiniteGradient, ...]:

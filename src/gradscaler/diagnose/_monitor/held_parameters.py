@@ -80,7 +80,9 @@ class HeldParameters:
         The list is empty if no step was noted, or if this is not the next one of its parameters.
         """
         left, self._left = self._left, {}
-        named = self._parameters.named(optimizer) if left else {}
+        if not left:
+            return []
+        named = self._parameters.named(optimizer)
         if left.keys() != set(map(id, named.values())):
             return []
         return [(_part_of(p) != left[id(p)]).any() for p in named.values()]
@@ -168,7 +170,7 @@ def _part_of(parameter: Tensor) -> Tensor:
 
 def rates_of(optimizer: object) -> list[float]:
     """The learning rates of an optimizer's groups, as far as they are on the host."""
-    rates = [group.get("lr") for group in groups_of(optimizer)]
+    rates = map(operator.methodcaller("get", "lr"), groups_of(optimizer))
     return [float(rate) for rate in rates if isinstance(rate, (int, float))]
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from gradscaler.diagnose._gradients.reading import Tensor
+from gradscaler.diagnose._graph.nodes import MOST_LOSSES
 from gradscaler.diagnose._monitor.gradient_check import LateCheck
 from gradscaler.diagnose._monitor.gradient_sample import GradientSample, fields_of, is_sampled
+from gradscaler.diagnose._monitor.host_copy import HostCopy
 from gradscaler.diagnose._monitor.scaled_losses import ScaledLosses
 from gradscaler.diagnose._monitor.step_log import Observations, StepLog
+from gradscaler.diagnose._record.events import Counted, Event
 from gradscaler.diagnose._record.lines import Optimizers
 from gradscaler.diagnose._record.step import Step
-from gradscaler.outcome import StepOutcome
+from gradscaler.outcome import HISTORY_LENGTH, StepOutcome
 
 
 @dataclass
@@ -25,10 +30,10 @@ class Iteration:
     number: int  # of the iteration's step, if an optimizer steps
     is_first: bool  # whether this is the first observed iteration
     is_sampled: bool
-    calls: list[str]  # calls that suggest misuse; see Sample
+    events: list[Counted]
     optimizers: dict[int, object] = field(default_factory=dict)  # optimizers that stepped
     outcomes: dict[int, StepOutcome] = field(default_factory=dict)
-    losses: list[Tensor] = field(default_factory=list)  # given to scale(), without their graphs
+    losses: list[Tensor] = field(default_factory=list)  # without graphs; see `add_loss`
     measured: dict[int, GradientSample] = field(default_factory=dict)
     backward: set[str] = field(default_factory=set)  # dtypes, if first or sampled
     cut: Mapping[str, str] | None = None  # see Sample
@@ -40,8 +45,29 @@ class Iteration:
     scaled: ScaledLosses = field(default_factory=ScaledLosses)  # if sampled, in PyTorch
     seen: Optimizers | None = None  # if sampled
     unscaled: list[str] = field(default_factory=list)  # see Optimizers
+    num_losses: int = 0
     added_to: dict[str, Tensor] = field(default_factory=dict)  # magnitudes, by optimizers' names
     checks: list[LateCheck] = field(default_factory=list)  # without a scaler, on a device
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the graphs of its losses need not be looked at any more."""
+        return self.num_losses > MOST_LOSSES
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Add a loss that was given to scale(), without its graph.
+
+        Of many losses, the first, the latest, and the first that is not finite or else the largest
+        are kept.
+        """
+        self.num_losses += 1
+        self.losses.append(loss)
+        if len(self.losses) > MOST_LOSSES:
+            self.losses[1:3] = [_graver(*self.losses[1:3])]
+
+    def note(self, event: Event, where: str = "") -> None:
+        """Note an event of this iteration."""
+        self.events.append(Counted(event, where))
 
     def place_of(self, optimizer: object) -> int:
         """The number of other optimizers that have stepped so far."""
@@ -57,14 +83,21 @@ class Iteration:
         was_skipped = any(skipped.values())
         unzeroed = [n for n, held in self.added_to.items() if _stays(float(held), was_skipped)]
         step = Step(self.number, last.scale, was_skipped, loss, nonfinite)
-        calls = *self.calls, *["unzeroed"] * bool(unzeroed), *["lossless"] * (not self.losses)
-        calls = *calls, *(f"unzeroed {name}" for name in unzeroed)
-        calls = *calls, *self.scaled.calls(loss)
         is_overwritten = 2 * sum(map(bool, self.overwritten)) > len(self.overwritten)
-        calls = *calls, *["overwritten"] * is_overwritten
-        num_losses = len(self.losses)
-        has_any = calls or self.backward or self.cut is not None or num_losses > 1
-        observed = Observations(calls, frozenset(self.backward), self.cut, max(num_losses, 1))
+        seen_now = {
+            Event.UNZEROED: bool(unzeroed),
+            Event.LOSSLESS: not self.losses,
+            Event.OVERWRITTEN: is_overwritten,
+        }
+        events = (
+            *self.events,
+            *(Counted(event) for event, is_seen in seen_now.items() if is_seen),
+            *(Counted(Event.UNZEROED, name) for name in unzeroed if name),
+            *self.scaled.events(loss),
+        )
+        num_losses = max(self.num_losses, 1)
+        has_any = events or self.backward or self.cut is not None or num_losses > 1
+        observed = Observations(events, frozenset(self.backward), self.cut, num_losses)
         log.add(step, skipped, *[observed] * bool(has_any))
         if self.measured:
             seen = self.seen and replace(self.seen, unscaled=tuple(self.unscaled))
@@ -80,9 +113,30 @@ class Iteration:
         return value
 
 
+def _graver(first: Any, second: Any) -> Any:
+    """Of two losses the first that is not finite, else the larger; waits for no device."""
+    both = [loss.values() if isinstance(loss, HostCopy) else loss for loss in (first, second)]
+    first, second = both
+    torch = sys.modules.get("torch")
+    is_torch = torch is not None and isinstance(first, torch.Tensor)
+    if is_torch:
+        second = second.to(first.device)
+    is_kept = (abs(first) >= abs(second)) | (first - first != 0)  # Inf - Inf is NaN
+    if torch is not None and is_torch:
+        return torch.where(is_kept, first, second)
+    return first if is_kept else second
+
+
 def _stays(held: float, was_skipped: bool) -> bool:
     """Whether a magnitude that a gradient held is still in it; an Inf or a NaN makes it skip."""
     return held != 0 and (math.isfinite(held) or was_skipped)
+
+
+class _Present(NamedTuple):
+    """All iterations that are kept, in one object, so that no interrupt can split them."""
+
+    waiting: list[Iteration]  # replaced, not changed: other threads read it
+    latest: Iteration
 
 
 class Iterations:
@@ -91,33 +145,31 @@ class Iterations:
     An interrupt may come anywhere, so each change is a single assignment that may be repeated. An
     iteration ends when the next one is appended. The log adds each number once. If an interrupt
     kept the scaler from announcing a step, the step is found in the scaler.
+
+    Attributes:
+        latest: the present iteration.
+        waiting: the iterations that ended and may not be in the log yet.
     """
 
+    # Each step asks for them a dozen times, so no Python function reads them.
+    latest: Iteration = property(attrgetter("_present.latest"))  # type: ignore[assignment]
+    waiting: list[Iteration] = property(attrgetter("_present.waiting"))  # type: ignore[assignment]
+
     def __init__(self, scaler: Any, log: StepLog, every: int) -> None:
-        self._scaler, self._log, self._every = scaler, log, every
+        self._observed, self._log, self._every = scaler.observed, log, every
         self._first = log.counts.step + 1
-        self._all = [self._new(self._first)]  # replaced, not changed: other threads read it
-        latest = scaler.observed.last_steps()
+        self._present = _Present([], self._new(self._first))
+        latest = self._observed.last_steps()
         self._noted = {id(optimizer): outcome for optimizer, outcome in latest}
 
-    def _new(self, number: int, *calls: str) -> Iteration:
+    def _new(self, number: int, *events: Counted) -> Iteration:
         is_due = is_sampled(number, self._every, before=self._first - 1)
-        return Iteration(number, number == self._first, is_due, list(calls))
-
-    @property
-    def latest(self) -> Iteration:
-        """The present iteration."""
-        return self._all[-1]
+        return Iteration(number, number == self._first, is_due, list(events))
 
     @property
     def ended(self) -> int:
         """The number of the latest iteration that ended."""
-        return self._all[-1].number - 1
-
-    @property
-    def waiting(self) -> list[Iteration]:
-        """The iterations that ended and may not be in the log yet."""
-        return self._all[:-1]
+        return self.latest.number - 1
 
     def note(self, optimizer: object, outcome: StepOutcome) -> None:
         """Note a step of the latest iteration."""
@@ -126,29 +178,32 @@ class Iterations:
 
     def note_missed(self) -> None:
         """Note each step that an interrupt kept the scaler from announcing."""
-        latest = self._scaler.observed.last_steps()
+        latest = self._observed.last_steps()
         for optimizer, outcome in latest:
             is_new = outcome is not self._noted.get(id(optimizer))
             if is_new and outcome.known_reason not in ("no_gradients", "disabled"):
                 self.note(optimizer, outcome)
         self._noted = {id(optimizer): outcome for optimizer, outcome in latest}
 
-    def note_call(self, name: str) -> None:
-        """Note a call that led to no step, if no step came before it; see ``Sample``."""
-        if self.latest.is_first:
-            self.latest.calls.append(name)
-            self._log.note_calls(self.latest.calls)
+    def note_call(self, event: Event) -> None:
+        """Note a call that led to no step, if no step came before it.
+
+        The first 1,000 are counted.
+        """
+        if self.latest.is_first and len(self.latest.events) < HISTORY_LENGTH:
+            self.latest.note(event)
+            self._log.note_early(self.latest.events)
 
     def end(self) -> None:
         """End the latest iteration; if no optimizer stepped, the next one takes its number."""
         latest = self.latest
         unread = [each for each in self.waiting if each.number > self._log.counts.step]
         if latest.outcomes:
-            self._all = [*unread, latest, self._new(latest.number + 1)]
+            self._present = _Present([*unread, latest], self._new(latest.number + 1))
         else:
-            unstepped = ["unstepped"] * latest.is_unscaled
-            following = self._new(latest.number, *latest.calls, *unstepped)
+            unstepped = [Counted(Event.UNSTEPPED)] * latest.is_unscaled
+            following = self._new(latest.number, *latest.events[:HISTORY_LENGTH], *unstepped)
             following.follows_unstepped = latest.is_unscaled
-            self._all = [*unread, following]
+            self._present = _Present(unread, following)
             if unstepped and latest.is_first:
-                self._log.note_calls(self.latest.calls)
+                self._log.note_early(self.latest.events)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import takewhile
 from typing import NamedTuple
 
+from gradscaler.diagnose._gradients.arrays import has_numbers
 from gradscaler.diagnose._gradients.reading import Tensor, inspect
 from gradscaler.diagnose._graph.call_site import Node
 from gradscaler.diagnose._graph.watch import GraphWatch
-from gradscaler.diagnose._monitor.gradient_check import GradientCheck, LateCheck, nonfinite
+from gradscaler.diagnose._monitor.gradient_check import (
+    Glance,
+    GradientCheck,
+    LateCheck,
+    nonfinite,
+)
 from gradscaler.diagnose._monitor.host_copy import HostCopy
 from gradscaler.diagnose._monitor.iterations import Iteration
 from gradscaler.diagnose._monitor.observer import EagerObserver, closes_if_asked
@@ -59,14 +65,18 @@ class LoopObserver(EagerObserver):
         self._failure: Failure | None = None  # in this iteration
         self._reported: Failure | None = None  # in the present streak of bad steps
         self._root: Node = None  # of the latest loss
+        self._num_roots = 0  # losses of the backward pass
+        self._glance: tuple[Mapping[int, int], Glance] | None = None  # with what it was made for
         self._is_checked = False  # whether gradients were checked since the step before
         self._evaluated: list[Tensor] = []  # losses of the running step of an optimizer
+        self._has_gradients = False  # whether the running step has seen any; it may zero them
 
     @closes_if_asked
     def scaled(self, outputs: Tensor, /) -> None:
         """Remember a loss, before its backward pass."""
         super().scaled(outputs)
         losses, self._root = self._iterations.latest.losses, outputs.grad_fn
+        self._num_roots += 1
         if self._is_in_step:
             self._evaluated += losses[-1:]
         if outputs.device.type == "cpu":
@@ -79,6 +89,7 @@ class LoopObserver(EagerObserver):
         """Check all gradients, and measure them if a sample is due."""
         iteration = self._iterations.latest
         self._check(iteration)
+        self._has_gradients |= self._is_in_step and _any_gradient(self._trained.values())
         if iteration.is_sampled:
             iteration.measured.clear()
             for optimizer in self.parameters.optimizers:
@@ -86,17 +97,31 @@ class LoopObserver(EagerObserver):
 
     def _check(self, iteration: Iteration) -> None:
         if iteration.is_sampled or not self._trained:
-            self._trained = {**dict(self.model.named_parameters()), **self._loose}
-        check, self._is_checked = GradientCheck(self._trained), True
+            every = {**dict(self.model.named_parameters()), **self._loose}
+            # A lazy parameter may get its numbers before the next sample.
+            self._trained = {n: p for n, p in every.items() if has_numbers(p) or p.grad is None}
+            self._glance = None
+        is_clean, self._is_checked = not iteration.is_sampled and self._looks_clean(), True
+        check = GradientCheck({} if is_clean else self._trained)
         loss = iteration.losses[-1] if iteration.losses else None
         if not check.is_on_host:
-            iteration.checks.append(LateCheck(check, loss, self._root))
+            late = LateCheck(check, loss, self._root)
+            iteration.checks = [*(each for each in iteration.checks if not each.is_clean), late]
         elif not (suspects := check.suspects()):  # an earlier failure was left out, or is over
             self._failure = self._reported = None
         elif self._failure is None:
             self._failure = self._reported or self._failed_in(suspects, loss)
         self._graphs.release()
-        self._root = None
+        self._root, self._num_roots = None, 0
+
+    def _looks_clean(self) -> bool:
+        """Whether the gradients that show whether the others are finite are so themselves."""
+        shown = self._graphs.shown if self._num_roots == 1 else {}
+        if not shown:
+            return False
+        if self._glance is None or self._glance[0] is not shown:
+            self._glance = shown, Glance(self._trained.values(), shown)
+        return self._glance[1].is_clean()
 
     def _failed_in(self, suspects: Iterable[str], loss: Tensor | None) -> Failure | None:
         """The failure of a backward pass, if gradients that are suspected hold an Inf or a NaN."""
@@ -104,7 +129,7 @@ class LoopObserver(EagerObserver):
         failure = self._failed(loss, found, self._root) if found else None
         if failure is None or failure.located is not None:
             return failure
-        bad = next(iter(inspect(self._trained)), None)
+        bad = next(iter(inspect(_with_numbers(self._trained))), None)
         return failure._replace(parameter=None if bad is None else bad.name)
 
     def _failed(
@@ -127,6 +152,7 @@ class LoopObserver(EagerObserver):
         """Check the gradients if no backward pass was seen to make them."""
         is_new = self._has_new(optimizer)
         super().stepping(optimizer, None)
+        self._has_gradients = _any_gradient(_held_by(optimizer))
         iteration = self._iterations.latest
         if is_new or not self._is_checked:
             self._check(iteration)
@@ -141,12 +167,12 @@ class LoopObserver(EagerObserver):
         self._loose |= {n: p for n, p in self._named(optimizer).items() if n not in self._trained}
         is_new = not self._loose.keys() <= self._trained.keys()
         self._trained |= self._loose
+        self._glance = None
         return is_new
 
     def outcome_of(self, optimizer: object) -> StepOutcome:
         """The outcome of a step that is done."""
-        groups = groups_of(optimizer)
-        if all(p.grad is None for group in groups for p in group["params"]):
+        if not (self._has_gradients or _any_gradient(_held_by(optimizer))):
             return StepOutcome(1.0, False, "no_gradients")
         outcome = StepOutcome(1.0, False, "disabled")  # loss scaling is
         if self._failure is not None and self._is_applied(self._named(optimizer)):
@@ -208,7 +234,7 @@ class LoopObserver(EagerObserver):
         """Report an iteration on a device, if its gradients and now its weights are not finite."""
         late, iteration.checks = iteration.checks, []
         bad = next((each for each in late if each.check.suspects()), None)
-        if bad is not None and inspect(self._trained):
+        if bad is not None and inspect(_with_numbers(self._trained)):
             failure = self._failed(bad.loss, bad.check.nonfinite(self._trained), bad.root)
             for outcome in iteration.outcomes.values():
                 outcome.nonfinite = failure.nonfinite
@@ -227,6 +253,18 @@ class LoopObserver(EagerObserver):
 
     def _is_resumed(self, optimizer: object) -> bool:
         return False  # there is no scaler whose state could be missing
+
+
+def _held_by(optimizer: object) -> Iterator[Tensor]:
+    return (p for group in groups_of(optimizer) for p in group["params"])
+
+
+def _any_gradient(parameters: Iterable[Tensor]) -> bool:
+    return any(p.grad is not None for p in parameters)
+
+
+def _with_numbers(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: p for name, p in parameters.items() if has_numbers(p)}
 
 
 def _first_and_largest(losses: Iterable[Tensor]) -> tuple[float, float] | None:

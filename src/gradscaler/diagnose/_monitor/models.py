@@ -28,13 +28,20 @@ def one_model(models: Any) -> Any:
     return _module_of(of) if is_module else of
 
 
+def models_in(model: Any) -> list[Any]:
+    """The models that :func:`one_model` has put into one; else the model alone, if there is one."""
+    if hasattr(model, "holds_gradscaler_models"):
+        return list(model.children())
+    return [] if model is None else [model]
+
+
 def _module_of(models: Mapping[str, Any]) -> Any:
     """A module of PyTorch or TensorPlay, or a layer of Paddle, that holds models by their names."""
     nn = framework_of(next(iter(models.values()))).nn
     base = getattr(nn, "ModuleDict", None) or nn.LayerDict
     # It is never in training itself, and never called; hooks ask whether its models are.
     training = property(_is_in_training, lambda module, value: None)
-    return type("Models", (base,), {"training": training})(models)
+    return type("Models", (base,), {"training": training, "holds_gradscaler_models": True})(models)
 
 
 def _is_in_training(module: Any) -> bool:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
+from itertools import repeat
 from types import FrameType
 from typing import SupportsFloat, TypeVar
 
-from gradscaler.diagnose._gradients.arrays import local
+from gradscaler.diagnose._gradients.arrays import alone, has_numbers, local
 from gradscaler.diagnose._gradients.reading import Tensor, inspect
 from gradscaler.diagnose._graph.call_site import Node
 from gradscaler.diagnose._graph.calls import CallWatch
-from gradscaler.diagnose._graph.hooks import weakly
+from gradscaler.diagnose._graph.guard import guarded, passing
+from gradscaler.diagnose._graph.hooks import OneCallHooks, weakly
 from gradscaler.diagnose._graph.watch import GraphWatch
 from gradscaler.diagnose._locate.locate import is_locating
 from gradscaler.diagnose._monitor.backward_graph import CutOff, listen
@@ -28,9 +32,11 @@ from gradscaler.diagnose._monitor.held_parameters import (
 )
 from gradscaler.diagnose._monitor.iterations import Iteration, Iterations
 from gradscaler.diagnose._monitor.parameters import OptimizersParameters, has_stepped
-from gradscaler.diagnose._monitor.repeated_steps import RepeatedSteps
+from gradscaler.diagnose._monitor.repeated_steps import RepeatedSteps, SharedParameters
 from gradscaler.diagnose._monitor.step_log import StepSource, StuckError
+from gradscaler.diagnose._monitor.training_mode import TrainingMode
 from gradscaler.diagnose._monitor.used_gradients import UsedGradients
+from gradscaler.diagnose._record.events import Counted, Event
 from gradscaler.diagnose._record.lines import BadStep
 from gradscaler.diagnose._record.step import Step
 from gradscaler.outcome import HISTORY_LENGTH, StepOutcome
@@ -39,15 +45,21 @@ MethodT = TypeVar("MethodT", bound=Callable[..., None])
 
 
 def closes_if_asked(method: MethodT) -> MethodT:
-    """Make an observer's method close the observer at its end, if it was asked to close."""
+    """Guard an observer's method, and close the observer at its end if it was asked to close."""
+
+    @guarded
+    def close_if_asked(self: EagerObserver) -> None:
+        self._close_if_asked()
+
+    safe = guarded(method)
 
     @wraps(method)
     def call(self: EagerObserver, *args: object) -> None:
         try:
-            method(self, *args)
+            safe(self, *args)
         finally:
             if self._finish is not None:
-                self._close_if_asked()
+                close_if_asked(self)
 
     return call  # type: ignore[return-value]
 
@@ -73,14 +85,18 @@ class EagerObserver(StepSource):
         is_torch = self.framework == "torch"
         # With several processes, operations see parts of tensors, and may be collectives.
         sees_operations = is_torch and self.world_size == 1
+        self._observed = self.scaler.observed
         self._iterations = Iterations(self.scaler, self.log, self.every)
         self._graphs = GraphWatch(self.model, sees_operations) if is_torch else None
-        self._watch = FailureWatch(self.model, self.log)
+        self._watch = FailureWatch(self.model, self.log, finds_operations=not is_torch)
         self._cut_off = CutOff(self._watch, sees_operations)
+        self._hooks = OneCallHooks()  # of the present iteration's losses
         self._used = UsedGradients(counts_changes=sees_operations)
         self.parameters = OptimizersParameters(self.model)
         self._held = HeldParameters(self.model, self.parameters)
         self._sees_graph = sees_operations
+        self._shared = SharedParameters() if is_torch else None
+        self._mode = TrainingMode(self.model if is_torch else None)
         self._repeated: RepeatedSteps | None = None
         if is_torch and self._steps_by_scaler:
             self._repeated = RepeatedSteps(self.model, weakly(self._note_repeated))
@@ -94,25 +110,26 @@ class EagerObserver(StepSource):
     @closes_if_asked
     def scaled(self, outputs: Tensor, /) -> None:
         """Remember the loss, without its graph."""
-        if is_locating.get():
+        if is_locating.get() or not has_numbers(outputs):
             return
         iteration = self._iterations.latest
-        if iteration.is_first or iteration.is_sampled:
-            listen(outputs, iteration.backward)
+        if (iteration.is_first or iteration.is_sampled) and not iteration.is_long:
+            listen(outputs, iteration.backward, self._hooks)
         if iteration.is_sampled and self._sees_graph:
             iteration.scaled.add(outputs, self._line_of)
         if iteration.is_first and not iteration.begun and self._held.has_moved():
-            self._iterations.note_call("stepless")
-        if self._cut_off.is_looking:
+            self._iterations.note_call(Event.STEPLESS)
+        if self._cut_off.is_looking and not iteration.is_long:
             self._cut_off.see(outputs)
+        self._mode.note_loss()
         if not iteration.losses:
             self._used.before_backward()
         if self._graphs is not None:
-            self._graphs.see(outputs)
+            self._graphs.see(outputs, may_hook=not iteration.is_long)
         loss = local(outputs).detach()
-        if 0 in loss.shape:  # this process' part may be empty
-            return
-        iteration.losses.append(loss if loss.ndim == 0 else loss.mean())
+        loss = loss.abs() if "complex" in str(loss.dtype).lower() else loss
+        if 0 not in loss.shape:  # this process' part may be empty
+            iteration.add_loss(alone(loss) if loss.ndim == 0 else loss.mean())
 
     def leave_out(self, loss: Tensor) -> None:
         """Report a loss that is not finite, and that no backward pass takes."""
@@ -136,6 +153,8 @@ class EagerObserver(StepSource):
     def stepping(self, optimizer: object, scale: SupportsFloat | None, /) -> None:
         """Measure the gradients if a sample is due and ``unscaling`` has not measured them."""
         self._before_step(optimizer, scale)
+        if self._observed.is_mixed(optimizer):
+            self._iterations.latest.note(Event.MIXED)
         if self._repeated is not None:
             self._repeated.begin(optimizer)
 
@@ -153,27 +172,31 @@ class EagerObserver(StepSource):
             self._see_before_step(iteration, optimizer)
             iteration.begun.add(id(optimizer))
         if iteration.is_sampled:
+            if self._shared is not None and self._shared.repeats(optimizer):
+                iteration.note(Event.SHARED)
             self._measure(optimizer, scale)
 
     def _note_repeated(self) -> None:
-        self._iterations.latest.calls.append("repeated")
+        self._iterations.latest.note(Event.REPEATED)
 
     def _see_before_step(self, iteration: Iteration, optimizer: object) -> None:
         """Note what an optimizer's parameters and gradients show before its step."""
         self.parameters.note_norms(optimizer)
-        is_new = iteration.is_first and "resumed" not in iteration.calls
+        is_new = iteration.is_first and Counted(Event.RESUMED) not in iteration.events
         if is_new and self._is_resumed(optimizer):
-            iteration.calls.append("resumed")
+            iteration.note(Event.RESUMED)
         self._used.before_step(optimizer, iteration, self._held.names.get(id(optimizer), ""))
+        if self._mode.is_left(optimizer):
+            iteration.note(Event.EVALUATING)
         for setting in bad_settings_of(optimizer):
-            iteration.calls.append(f"nonfinite {setting}")
+            iteration.note(Event.NONFINITE, setting)
         rates = rates_of(optimizer)
-        if any(rate < 0 for rate in rates):
-            iteration.calls.append("uphill")
+        if any(map(operator.lt, rates, repeat(0))):
+            iteration.note(Event.UPHILL)
         if rates and not any(rates) and is_made_to_move(optimizer):
-            iteration.calls.append("still")
+            iteration.note(Event.STILL)
         if self._held.have_faded(optimizer, rates):
-            iteration.calls.append("faded")
+            iteration.note(Event.FADED)
         if self._cut_off.is_looking:
             self._cut_off.note(self._named(optimizer))
         iteration.overwritten += self._held.overwritten(optimizer)
@@ -189,14 +212,16 @@ class EagerObserver(StepSource):
         has_gradients = outcome.known_reason != "no_gradients"
         count = self._held.note(optimizer, has_gradients)
         if not has_gradients:
-            self._iterations.note_call("idle")
+            self._iterations.note_call(Event.IDLE)
             self.log.note_idle(self._held.names[id(optimizer)], count)
             return
         iteration = self._iterations.latest
         self._iterations.note(optimizer, outcome)
         if id(optimizer) in iteration.new and optimizer.state:  # type: ignore[attr-defined]
-            iteration.calls.append("renewed")
+            iteration.note(Event.RENEWED)
         if iteration.is_sampled:
+            if self._shared is not None:
+                self._shared.stepped(optimizer)
             self._measure(optimizer)  # if a closure made the gradients
             if self._sees_graph:
                 self._held.note_left(optimizer)
@@ -229,7 +254,10 @@ class EagerObserver(StepSource):
         except Exception as error:  # the next call goes on; after an interrupt, it judges again
             self._updated = ended
             if isinstance(error, StuckError):
-                raise StuckError(f"{error} To go on all the same, call update() again.") from None
+                with passing():
+                    raise StuckError(
+                        f"{error} To go on all the same, call update() again."
+                    ) from None
             raise
         self._updated = ended
 
@@ -270,7 +298,8 @@ class EagerObserver(StepSource):
         if latest is None or latest.step != ended:
             latest = Step(ended, 1.0, skipped=False)  # it is not read yet
         has_failed, is_hopeless = self.log.has_failed(latest), latest.is_hopeless
-        has_nan = any(each.num_nan for each in latest.nonfinite or ())
+        bad = latest.nonfinite
+        has_nan = bad is not None and any(each.num_nan for each in bad)
         self._watch.keep_located(self._graphs.found(has_failed))
         self._graphs.step_ended(ended, has_failed, is_hopeless, has_nan)
 
@@ -299,17 +328,28 @@ class EagerObserver(StepSource):
         if finish is None:
             return
         self.scaler.remove_observer(self)
-        self._watch.stop()
-        self._cut_off.stop()
-        if self._repeated is not None:
-            self._repeated.stop()
-        if self._graphs is not None:
-            self._graphs.stop()
+        for end in self._endings():
+            end()
         self._end()
         if self._is_in_step:
-            self._iterations.note_call("raised")
+            self._iterations.note_call(Event.RAISED)
         self.read()
         finish()
+
+    def _endings(self) -> list[Callable[[], None]]:
+        """What removes each kind of hook."""
+        own = [self._watch.stop, self._cut_off.stop, self._hooks.remove]
+        own += [] if self._repeated is None else [self._repeated.stop]
+        return own + ([] if self._graphs is None else [self._graphs.stop])
+
+    def break_off(self) -> None:
+        """Stop observing after an error, whatever state this is in."""
+        self._finish = None
+        with suppress(Exception):
+            self.scaler.remove_observer(self)
+        for end in (*self._endings(), self._end, self.read):
+            with suppress(Exception):
+                end()
 
     def _is_busy(self) -> bool:
         """Whether a thread's frames show a call of this observer, or of an operation it watches.
@@ -331,13 +371,15 @@ class EagerObserver(StepSource):
 
     def _end(self) -> None:
         """End the latest iteration."""
+        self._hooks.remove()
         self._iterations.note_missed()
+        if self._shared is not None:
+            self._shared.end()
         iteration = self._iterations.latest
         if iteration.outcomes:
             self.parameters.optimizers = list(iteration.optimizers.values())
-            lacks_gradient = any(
-                measured.lacks_gradient for measured in iteration.measured.values()
-            )
+            measured = iteration.measured.values()
+            lacks_gradient = bool(measured) and any(each.lacks_gradient for each in measured)
             iteration.cut = self._cut_off.end(lacks_gradient)
             if iteration.is_sampled and self._sees_graph:
                 unheld = iteration.scaled.unheld(self._held.known())
@@ -348,7 +390,7 @@ class EagerObserver(StepSource):
 
     def _is_resumed(self, optimizer: object) -> bool:
         """Whether an optimizer has an earlier run's state, but the scaler has its initial one."""
-        observed = self.scaler.observed
+        observed = self._observed
         is_new = not observed.last_steps() and observed.state == observed.policy.init()
         return is_new and has_stepped(optimizer)
 
@@ -367,10 +409,10 @@ class EagerObserver(StepSource):
             return
         known = None
         if not any(hasattr(gradient, "to_local") for gradient in gradients.values()):
-            norm = self.scaler.observed.total_norm(optimizer)
+            norm = self._observed.total_norm(optimizer)
             known = norm if math.isfinite(norm) else None
         is_scaled = scaled_by is not None
-        scale = float(self.scaler.observed.state.scale if scaled_by is None else scaled_by)
+        scale = float(self._observed.state.scale if scaled_by is None else scaled_by)
         found = measure(gradients, self.dtype, scale, is_scaled, known)
         missing = tuple(name for name, p in named.items() if p.grad is None and _is_trained(p))
         iteration = self._iterations.latest

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradscaler.diagnose._gradients.arrays import dtype_name, local, sample_of
+from gradscaler.diagnose._gradients.arrays import dtype_name, has_numbers, local, sample_of
 from gradscaler.diagnose._gradients.reading import Tensor, inspect, read
 from gradscaler.outcome import NonfiniteGradient
 
@@ -37,6 +37,7 @@ class OptimizersParameters:
     def named(self, optimizer: Any, place: int = 0) -> dict[str, Tensor]:
         """An optimizer's parameters, by the names in the model, else by group and index.
 
+        Those without numbers are left out, such as those of a lazy module that was not called yet.
         ``place`` is the index of the optimizer in its iteration.
         """
         groups = groups_of(optimizer)
@@ -48,6 +49,7 @@ class OptimizersParameters:
             names.get(id(parameter), f"{which}group {g}, parameter {p}"): parameter
             for g, group in enumerate(groups)
             for p, parameter in enumerate(group["params"])
+            if has_numbers(parameter)
         }
 
     def nonfinite(self) -> tuple[NonfiniteGradient, ...]:
@@ -60,8 +62,9 @@ class OptimizersParameters:
         if self._model is None:
             return inspect(trained)
         buffers: Any = getattr(self._model, "named_buffers", tuple)()
-        rest = dict(chain(self._model.named_parameters(), buffers))
-        found = inspect({name: array for name, array in rest.items() if name not in trained})
+        every = chain(self._model.named_parameters(), buffers)
+        rest = {name: a for name, a in every if name not in trained and has_numbers(a)}
+        found = inspect(rest)
         return inspect(trained) + tuple(array for array in found if array.num_nan)
 
     def of_optimizers(self, is_stuck: bool) -> dict[str, Any]:

@@ -6,9 +6,17 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from gradscaler.diagnose._gradients.arrays import has_numbers
 from gradscaler.diagnose._gradients.reading import Tensor
-from gradscaler.diagnose._graph.hooks import Handle, remove_all, weakly
+from gradscaler.diagnose._graph.hooks import (
+    Handle,
+    remove_all,
+    remove_unless_stepping,
+    uncompiled,
+    weakly,
+)
 from gradscaler.diagnose._monitor import backward_calls
+from gradscaler.diagnose._monitor.by_identity import ByIdentity
 from gradscaler.diagnose._monitor.gradient_check import total_norm
 from gradscaler.diagnose._monitor.parameters import groups_of
 from gradscaler.outcome import Observer, StepOutcome
@@ -46,17 +54,18 @@ class PlainLoop:
 
     def __init__(self, model: Any, optimizers: Iterable[Optimizer] | None) -> None:
         given = None if optimizers is None else list(optimizers)
-        self._given = None if given is None else weakref.WeakSet(given)
+        self._given = None if given is None else ByIdentity[None](given)
         self._model = model
         self._first = set() if model is None else {id(p) for p in model.parameters()}
-        self._is_own = weakref.WeakKeyDictionary[Optimizer, bool]()
+        self._is_own = ByIdentity[bool]()
         self._observer: BackwardObserver | None = None
         self._handles: list[Handle] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
         self._stepping: list[int] = []  # ids of optimizers whose step is running, the inner last
-        self._known = weakref.WeakSet[Optimizer]()  # optimizers that have stepped
+        self._known = ByIdentity[None]()  # optimizers that have stepped
         self._stepped: set[int] = set()  # ids of those in this iteration
         self._has_known_all = False  # whether an iteration has ended
+        self._is_dry = False  # whether the losses of the backward pass hold no numbers
 
     @property
     def observed(self) -> PlainLoop:
@@ -72,6 +81,10 @@ class PlainLoop:
         """No steps, as none can be missed."""
         return []
 
+    def is_mixed(self, optimizer: Optimizer) -> bool:
+        """False, as nothing is scaled."""
+        return False
+
     def total_norm(self, optimizer: Optimizer) -> float:
         """The 2-norm of an optimizer's gradients as they are; waits for the device."""
         return total_norm(p for group in groups_of(optimizer) for p in group["params"])
@@ -84,17 +97,14 @@ class PlainLoop:
         )
 
         self._observer = observer
-        self._handles.append(
-            register_optimizer_step_pre_hook(weakly(self._before_step, may_raise=True))
-        )
-        self._handles.append(
-            register_optimizer_step_post_hook(weakly(self._after_step, may_raise=True))
-        )
+        before, after = uncompiled(weakly(self._before_step)), uncompiled(weakly(self._after_step))
+        self._handles.append(register_optimizer_step_pre_hook(before))
+        self._handles.append(register_optimizer_step_post_hook(after))
         backward_calls.listen(self)
 
     def remove_observer(self, observer: BackwardObserver) -> None:
         """Announce nothing more."""
-        remove_all(self._handles)
+        remove_unless_stepping(self._handles)
         backward_calls.ignore(self)
         self._observer = None
 
@@ -105,12 +115,14 @@ class PlainLoop:
         if self._stepped and not self._stepping:
             self._end()
             self._has_known_all = True
-        for loss in losses:
+        real = [loss for loss in losses if has_numbers(loss)]
+        self._is_dry = bool(losses) and not real
+        for loss in real:
             self._observer.scaled(loss)
 
     def after_backward(self) -> None:
         """Announce the end of a backward pass."""
-        if self._observer is not None:
+        if self._observer is not None and not self._is_dry:
             self._observer.backward_ended()
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
@@ -134,7 +146,7 @@ class PlainLoop:
         outcome = self._observer.outcome_of(optimizer)
         self._observer.stepped(optimizer, outcome)
         if outcome.known_reason != "no_gradients":
-            self._known.add(optimizer)
+            self._known[optimizer] = None
             self._stepped.add(id(optimizer))
         is_over = self._has_known_all and bool(self._stepped)
         if is_over and {id(each) for each in self._known} <= self._stepped:
@@ -153,5 +165,5 @@ class PlainLoop:
         if optimizer not in self._is_own:
             own = self._first.union(map(id, self._model.parameters()))  # layers may be replaced
             held = (p for group in groups_of(optimizer) for p in group["params"])
-            self._is_own[optimizer] = any(id(parameter) in own for parameter in held)
-        return self._is_own[optimizer]
+            self._is_own[optimizer] = any(id(p) in own and has_numbers(p) for p in held)
+        return self._is_own.get(optimizer, False)

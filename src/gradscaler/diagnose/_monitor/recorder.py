@@ -8,6 +8,7 @@ from typing import Any
 
 from gradscaler.diagnose._gradients.arrays import Array, named_arrays
 from gradscaler.diagnose._gradients.reading import inspect
+from gradscaler.diagnose._graph.guard import guard
 from gradscaler.diagnose._monitor.gradient_sample import fields_of, is_sampled, measure
 from gradscaler.diagnose._monitor.replay import Replay, Replays
 from gradscaler.diagnose._monitor.step_log import StepLog, StepSource
@@ -82,6 +83,21 @@ class Recorder(StepSource):
         inspects = self.forensics > 0 and gradients is not None
         named = self._named(gradients) if gradients is not None and (is_due or inspects) else None
         self.parameters.latest = parameters
+        try:  # without the guard's lock, as a replay may start threads that are watched
+            self._add(step, state, named, replay, is_due, inspects)
+        except Exception as error:
+            guard.handle(error)
+
+    def _add(
+        self,
+        step: RecordedStep,
+        state: ScalerState,
+        named: dict[str, Array] | None,
+        replay: Replay | None,
+        is_due: bool,
+        inspects: bool,
+    ) -> None:
+        """Add a step, and read what is due."""
         # From here on the step counts, even if an interrupt stops the rest.
         unread = (each for each in self._steps if each.number > self.log.counts.step)
         self._steps = [*unread, step]

@@ -1,4 +1,4 @@
-"""Steps of a PyTorch optimizer that are taken twice: by a scaler, and by a call of its own."""
+"""Steps of PyTorch that are taken twice: by a scaler and by a call, or by two optimizers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from gradscaler.diagnose._graph.hooks import Handle, remove_all, weakly
-from gradscaler.diagnose._monitor.gradient_mark import Mark, is_unchanged
+from gradscaler.diagnose._graph.guard import guarded
+from gradscaler.diagnose._graph.hooks import (
+    Handle,
+    remove_all,
+    remove_unless_stepping,
+    uncompiled,
+    weakly,
+)
+from gradscaler.diagnose._monitor.gradient_mark import Mark, is_unchanged, mark_of
 from gradscaler.diagnose._monitor.parameters import groups_of
 
 _Marks = Sequence[Mark | None]
@@ -74,23 +81,26 @@ class RepeatedSteps:
     def stop(self) -> None:
         """Watch no more steps."""
         self._running.clear()
-        remove_all(self._handles)
+        remove_unless_stepping(self._handles)
 
     def _watch(self, optimizer: Any) -> _Watched:
-        """Hook an optimizer, if it has hooks, and a gradient of the model's."""
+        """Watch an optimizer, if it has hooks, and a gradient of the model's."""
         held = (p for group in groups_of(optimizer) for p in group["params"])
         own = None if self._model is None else {id(p) for p in self._model.parameters()}
         used = [p for p in held if p.grad is not None and (own is None or id(p) in own)]
         if not used or not hasattr(optimizer, "register_step_post_hook"):
             return _Watched(weakref.ref(optimizer))
-        hook = partial(_unless, self._running, weakly(self._after_own))
-        self._handles.append(optimizer.register_step_post_hook(hook))
+        if not self._handles:  # on all optimizers, as one on this would stay on its copies
+            from torch.optim.optimizer import register_optimizer_step_post_hook
+
+            hook = guarded(partial(_unless, self._running, weakly(self._after_own)))
+            self._handles.append(register_optimizer_step_post_hook(uncompiled(hook)))
         first_and_last = weakref.ref(used[0]), weakref.ref(used[-1])
         return _Watched(weakref.ref(optimizer), first_and_last)
 
     def _after_own(self, optimizer: Any, *_: object) -> None:
         watched = self._all.get(id(optimizer))
-        if watched is None:
+        if watched is None or watched.optimizer() is not optimizer:
             return
         if watched.has_used(watched.by_scaler):
             self._note()
@@ -101,3 +111,48 @@ def _unless(running: list[object], call: Callable[..., object], *args: object) -
     """Call a function if the list is empty."""
     if not running:
         call(*args)
+
+
+class _Stepped(NamedTuple):
+    """An optimizer's step: the parameters that had a gradient, and the first one's gradient."""
+
+    optimizer: int
+    parameters: set[int]
+    mark: Mark | None
+
+
+class SharedParameters:
+    """Finds steps that repeat the step of another optimizer, in one iteration.
+
+    Optimizers that share an encoder, and have heads of their own, hold different parameters. Those
+    that take turns have gradients of their own.
+    """
+
+    def __init__(self) -> None:
+        self._stepped: list[_Stepped] = []
+
+    def stepped(self, optimizer: object) -> None:
+        """Note a step that has ended."""
+        if trained := _trained(optimizer):
+            mark = mark_of(trained[0].grad)
+            self._stepped.append(_Stepped(id(optimizer), set(map(id, trained)), mark))
+
+    def repeats(self, optimizer: object) -> bool:
+        """Whether a step that begins repeats one of another optimizer; told once for each."""
+        trained = _trained(optimizer) if self._stepped else []
+        parameters = set(map(id, trained))
+        for each in self._stepped:
+            is_other = each.optimizer != id(optimizer) and each.parameters == parameters
+            if is_other and is_unchanged(each.mark, trained[0].grad):
+                self._stepped.remove(each)
+                return True
+        return False
+
+    def end(self) -> None:
+        """End the iteration."""
+        self._stepped.clear()
+
+
+def _trained(optimizer: object) -> list[Any]:
+    held = (p for group in groups_of(optimizer) for p in group["params"])
+    return [p for p in held if p.grad is not None]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
+from gradscaler.diagnose._graph.guard import passing
 from gradscaler.diagnose._locate.jaxpr import locate_jax
 from gradscaler.diagnose._locate.locate import locate
 from gradscaler.diagnose._monitor.step_log import StepLog
+from gradscaler.diagnose._operations.rows import canonical
 from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._record.step import Step
+from gradscaler.diagnose._seams.keras import is_keras
 from gradscaler.policies import Scalar
 
 Replay = Callable[[], Sequence[Any]]
@@ -20,15 +24,14 @@ Replay = Callable[[], Sequence[Any]]
 # A replay runs primitive by primitive, and may take minutes. A failure that three replays do not
 # show again comes from what they leave out, such as random numbers or parameters that have moved.
 _MOST_IN_VAIN = 3
-# The names that users, and the advice, know.
-_CALLED = {
-    "conv_general_dilated": "conv",
-    "convert_element_type": "to",
-    "dot_general": "matmul",
-    "erf_inv": "erfinv",
-    "integer_pow": "pow",
-    "reduce_sum": "sum",
-}
+# Skips, each after an applied step, without a growth of the scale between them, from which on a
+# skip of unknown gradients may come from NaN. One is an overflow in any training; a second one may
+# be, which costs a replay.
+_SUSPICIOUS = 2
+# The skip of a streak of unknown gradients at which it is replayed. A scale that starts too large
+# has longer streaks, but few, and a gradient that is NaN in each step is told then, not at a scale
+# of 1.
+_IN_A_ROW = 2
 
 
 class Replays:
@@ -41,9 +44,12 @@ class Replays:
 
     def __init__(self, log: StepLog) -> None:
         self._log = log
-        self._num_left = _MOST_IN_VAIN
+        # How many more replays may show nothing, of steps that failed (True) or may have.
+        self._num_left = {True: _MOST_IN_VAIN, False: _MOST_IN_VAIN}
         self._has_failed = False
-        self._seen = log.counts.step  # the last step that was looked at
+        self._num_unexplained = 0  # skips after an applied step, since the scale last grew
+        self._num_in_a_row = 0
+        self._last = Step(log.counts.step, math.inf, skipped=True)  # that was looked at
         self.located: Located | None = None
 
     def must_know(self, scalar: Scalar) -> bool:
@@ -51,51 +57,82 @@ class Replays:
 
         On a device this waits for the step, so nothing is read at once before a first failure.
         """
-        return bool(self._num_left) and (self._has_failed or _is_on_host(scalar))
+        has_failed = _is_on_host(scalar) or self._has_failed
+        may_have_failed = _is_on_host(scalar) or self._num_unexplained >= _SUSPICIOUS
+        left = self._num_left
+        return bool(has_failed and left[True]) or bool(may_have_failed and left[False])
 
     def see_latest(self, replay: Replay) -> None:
-        """Replay the log's latest step if it failed."""
+        """Replay the log's latest step if it failed, or may have."""
         latest = self._log.history[-1]
-        new = takewhile(lambda step: step.step > self._seen, reversed(self._log.history))
-        self._has_failed |= any(map(self._log.has_failed, new))
-        self._seen = latest.step
+        new = takewhile(lambda step: step.step > self._last.step, reversed(self._log.history))
+        for step in reversed(list(new)):
+            self._see(step)
+        has_failed = self._log.has_failed(latest) or self._log.needs_verdict
         if not (latest.skipped or latest.has_bad_loss):
             self.located = None
-        elif self._num_left and self._is_wanted(latest):
-            self._locate(replay)
+        elif self._num_left[has_failed] and self._is_wanted(latest):
+            self._locate(replay, has_failed)
+
+    def locate(self, replay: Replay) -> Located | None:
+        """Locate the failure of a step by its replay, unless three replays have shown nothing."""
+        self.located = None
+        if self._num_left[True]:
+            self._locate(replay, has_failed=True)
+        return self.located
+
+    def _see(self, step: Step) -> None:
+        before, self._last = self._last, step
+        self._has_failed |= self._log.has_failed(step)
+        if step.scale > before.scale:
+            self._num_unexplained = 0
+        self._num_unexplained += step.skipped and not before.skipped
+        self._num_in_a_row = self._num_in_a_row + 1 if step.skipped else 0
 
     def _is_wanted(self, latest: Step) -> bool:
         """Whether the latest step is the first failure, or decides a verdict without a place."""
-        is_first = self._log.counts.evidence.watched is None and self._log.has_failed(latest)
+        is_again = self._num_unexplained >= _SUSPICIOUS or self._num_in_a_row == _IN_A_ROW
+        is_suspicious = is_again and latest.nonfinite is None
+        # NaN without Inf in the very first steps may be an overflow yet, which a replay rules out.
+        is_failure = self._log.has_failed(latest) or latest.is_hopeless or is_suspicious
+        is_first = self._log.counts.evidence.watched is None and is_failure
         return is_first or (self._log.needs_verdict and self.located is None)
 
-    def _locate(self, replay: Replay) -> None:
+    def _locate(self, replay: Replay, has_failed: bool) -> None:
         """Locate the failure; if that raises, warn, and replay no more: the training goes on."""
-        self._num_left -= 1
+        self._num_left[has_failed] -= 1
         try:
             found = _located(*replay())
         except Exception as error:
-            self._num_left = 0
+            self._num_left = dict.fromkeys(self._num_left, 0)
             what = f"replay is called no more, and the training continues: {error!r}"
-            warnings.warn(RuntimeWarning(what), stacklevel=2)
+            with passing():
+                warnings.warn(RuntimeWarning(what), stacklevel=2)
             return
         if found is not None:
-            self.located, self._num_left = found, _MOST_IN_VAIN
-            self._log.add_watched(found, {})
+            self.located, self._num_left[has_failed] = found, _MOST_IN_VAIN
+            self._log.add_watched(found)
 
 
 def _located(first: Any, *rest: Any) -> Located | None:
-    """Locate in a function of JAX and its arguments, or in a PyTorch model and its closure."""
-    find: Callable[..., Located | None] = locate if hasattr(first, "named_modules") else locate_jax
+    """Locate in a function of JAX and its arguments, or in a model and its closure."""
+    methods = "named_modules", "cells_and_names"  # of PyTorch and MindSpore
+    is_model = is_keras(first) or any(hasattr(first, method) for method in methods)
+    find: Callable[..., Located | None] = locate if is_model else locate_jax
     found = find(first, *rest)
     if found is None or found.operation is None:
         return found
-    return replace(found, operation=_CALLED.get(found.operation, found.operation))
+    return replace(found, operation=canonical(found.operation))
 
 
 def _is_on_host(scalar: Any) -> bool:
-    """Whether reading a scalar of JAX, PyTorch or Python waits for no device."""
+    """Whether reading a scalar of any of the frameworks, or of Python, waits for no device."""
     devices = getattr(scalar, "devices", None)  # JAX's
     if callable(devices):
         return all(device.platform == "cpu" for device in devices())
+    if hasattr(scalar, "asnumpy"):  # MindSpore's
+        return str(scalar.device).startswith("CPU")
+    device = getattr(scalar, "device", None)
+    if isinstance(device, str):  # TensorFlow's, such as "/job:localhost/replica:0/device:CPU:0"
+        return "CPU" in device
     return bool(getattr(scalar, "is_cpu", True))  # PyTorch's

@@ -9,14 +9,23 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from gradscaler.diagnose._gradients.arrays import dtype_name
+from gradscaler.diagnose._gradients.arrays import alone, dtype_name
 from gradscaler.diagnose._gradients.reading import Tensor, largest
 from gradscaler.diagnose._graph.call_site import Node, differentiated, source_of
-from gradscaler.diagnose._graph.nodes import MOST_NODES, is_leaf, is_opaque, nodes_from, saved
+from gradscaler.diagnose._graph.nodes import (
+    MOST_LOSSES,
+    MOST_NODES,
+    is_leaf,
+    is_opaque,
+    nodes_from,
+    saved,
+)
 from gradscaler.diagnose._graph.summands import summands_of
+from gradscaler.diagnose._operations.operation import Role
+from gradscaler.diagnose._operations.rows import names_with
+from gradscaler.diagnose._record.events import Counted, Event
 
-# Losses that are never negative for targets and inputs as they should be.
-_NEVER_NEGATIVE = "binary_cross_entropy", "binary_cross_entropy_with_logits", "nll_loss"
+_NEVER_NEGATIVE = names_with(Role.NEVER_NEGATIVE)
 _PASSED = "div", "mean", "sum", "to"  # between it and the loss; a factor may be negative
 # What operations keep for their backward pass, and the value in float16 that shows that they
 # divided by an Inf. No finite number of float16 has a reciprocal of 0, nor its root.
@@ -26,13 +35,12 @@ _OF_INF = {
     "reciprocal": ("result", 0.0),
 }
 _BELOW = -1e-3  # rounding makes a loss of 0 a little less
-# Losses that take logits, and what makes probabilities of logits.
-_OF_LOGITS = "log_softmax", "binary_cross_entropy_with_logits"
-_NORMALISE = "softmax", "sigmoid"
+_OF_LOGITS = names_with(Role.TAKES_LOGITS)
+_NORMALISE = names_with(Role.MAKES_PROBABILITIES)
 # What comes between a loss and its differences of outputs and targets, and how these are taken.
 _ELEMENTWISE = "abs", "div", "mean", "mul", "pow", "sqrt", "sum", "to"
-_KEEP_TARGETS = "huber_loss", "mse_loss", "smooth_l1_loss"
-_DIFFERENCES = "expand", "rsub", "sub", "to", *_KEEP_TARGETS
+_KEEP_TARGETS = names_with(Role.COMPARES)
+_DIFFERENCES = "expand", "sub", "to", *_KEEP_TARGETS
 _RESHAPES = "unsqueeze", "index"
 _LEAST_SCALE = 256.0  # a smaller power of 2 is rather the size of a batch
 _MOST_LISTED = 1000  # elements of a list, of which any may be a layer
@@ -45,7 +53,7 @@ class ScaledLosses:
 
     is_whole: bool = True  # whether no part of a graph was hidden
     reached: dict[int, Tensor] = field(default_factory=dict)  # parameters by their ids
-    mistakes: dict[str, str] = field(default_factory=dict)  # places by kind; see Sample.calls
+    mistakes: dict[Event, str] = field(default_factory=dict)  # their places
     positive: list[tuple[str, Tensor]] = field(default_factory=list)  # operations and losses
     is_by_hand: bool = False  # whether the code multiplies a loss by a power of 2
 
@@ -56,12 +64,14 @@ class ScaledLosses:
             return
         self.is_by_hand |= _is_scaled_by_hand(loss)
         root, _ = _at_root(loss.grad_fn, _PASSED)
-        if root is not None and (operation := differentiated(root.name())) in _NEVER_NEGATIVE:
-            self.positive.append((operation, loss.detach()))
+        is_early = len(self.positive) < MOST_LOSSES
+        name = "" if root is None else differentiated(root.name())
+        if name in _NEVER_NEGATIVE and is_early:
+            self.positive.append((name, alone(loss.detach())))
         for summand in summands_of(loss.grad_fn):
             node, reader = _at_root(summand, _ELEMENTWISE)
             if node is not None and (sizes := _broadcast(node, reader)):
-                self._note("broadcast", node, line_of(loss, node), sizes)
+                self._note(Event.BROADCAST, node, line_of(loss, node), sizes)
 
     def _add_nodes(self, loss: Tensor, line_of: Callable[[Tensor, Node], str | None]) -> bool:
         """Add the nodes of a loss; False if a part of its graph is hidden."""
@@ -71,17 +81,17 @@ class ScaledLosses:
                 return False
             if is_leaf(node):
                 self.reached[id(node.variable)] = node.variable
-            if "absorbed" not in self.mistakes and _divides_by_inf(node):
-                self._note("absorbed", node, line_of(loss, node))
+            if Event.ABSORBED not in self.mistakes and _divides_by_inf(node):
+                self._note(Event.ABSORBED, node, line_of(loss, node))
             elif (inner := _normalised(node)) is not None:
-                self._note("twice", inner, line_of(loss, inner))
+                self._note(Event.TWICE, inner, line_of(loss, inner))
             elif (inner := _across(node)) is not None:
-                self._note("across", inner, line_of(loss, inner))
+                self._note(Event.ACROSS, inner, line_of(loss, inner))
         return True
 
-    def _note(self, kind: str, node: Node, line: str | None, rest: str = "") -> None:
+    def _note(self, event: Event, node: Node, line: str | None, rest: str = "") -> None:
         at = f" at {line}" if line else ""
-        self.mistakes.setdefault(kind, f"{differentiated(node.name())}{at}{rest}")
+        self.mistakes.setdefault(event, f"{differentiated(node.name())}{at}{rest}")
 
     def unscaled(self, parameters: Mapping[str, Tensor]) -> Iterable[str]:
         """The names of parameters whose gradients come from no scaled loss."""
@@ -102,21 +112,21 @@ class ScaledLosses:
         listed = {id(p): name for name, p in _in_lists(model) if id(p) in ids}
         if listed:
             first = next(iter(listed.values()))
-            self.mistakes["unregistered"] = f"{len(listed)} parameters ({first} first)"
+            self.mistakes[Event.UNREGISTERED] = f"{len(listed)} parameters ({first} first)"
         else:
             shape = list(unheld[0].shape)
-            self.mistakes["unheld"] = f"{len(unheld)} (of shape {shape} first)"
+            self.mistakes[Event.UNHELD] = f"{len(unheld)} (of shape {shape} first)"
 
-    def calls(self, loss: float | None) -> Iterable[str]:
-        """The calls that suggest misuse, of an iteration with this loss; waits for the device."""
+    def events(self, loss: float | None) -> Iterable[Counted]:
+        """The events of an iteration with this loss; waits for the device."""
         if any(float(each.mean()) < _BELOW for _, each in self.positive):
-            yield "negative"
+            yield Counted(Event.NEGATIVE)
         if self.is_by_hand:
-            yield "by_hand"
-        for kind, place in self.mistakes.items():
-            if kind != "absorbed" or math.isfinite(loss or 0.0):
-                yield kind
-                yield f"{kind} {place}"
+            yield Counted(Event.BY_HAND)
+        for event, place in self.mistakes.items():
+            if event is not Event.ABSORBED or math.isfinite(loss or 0.0):
+                yield Counted(event)
+                yield Counted(event, place)
 
 
 def _is_scaled_by_hand(loss: Tensor) -> bool:

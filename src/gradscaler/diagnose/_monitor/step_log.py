@@ -6,8 +6,9 @@ import copy as copying
 import logging
 import math
 import warnings
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from time import monotonic
@@ -15,7 +16,9 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._graph.guard import passing
 from gradscaler.diagnose._monitor.warning_filter import WarningFilter
+from gradscaler.diagnose._record.events import Counted, Event, texts_of
 from gradscaler.diagnose._record.finding import Finding, Verdict
 from gradscaler.diagnose._record.lines import BadStep, Line, Sample, Skip, VerdictLine, Watched
 from gradscaler.diagnose._record.located import Located
@@ -49,7 +52,7 @@ class StuckError(RuntimeError):
 class Observations(NamedTuple):
     """Observations other than losses and gradients; :class:`Sample` describes each field."""
 
-    calls: tuple[str, ...] = ()
+    events: tuple[Counted, ...] = ()
     backward: frozenset[str] = frozenset()
     cut: Mapping[str, str] | None = None
     num_losses: int = 1
@@ -58,7 +61,7 @@ class Observations(NamedTuple):
         """These observations, followed by those of ``other``."""
         cut = self.cut if other.cut is None else other.cut
         most = max(self.num_losses, other.num_losses)
-        return Observations(self.calls + other.calls, self.backward | other.backward, cut, most)
+        return Observations(self.events + other.events, self.backward | other.backward, cut, most)
 
 
 _NOTHING = Observations()
@@ -122,7 +125,6 @@ class StepLog:
         self._idle = step, 0  # the last step, and how many steps without a gradient came before
         self._watched = step  # the last step that add_watched was called for
         self._has_made = False  # whether a watch that the user asked for has found the maker
-        self._dtypes: Mapping[str, str] = {}
         self._filter = WarningFilter(step)
         self._nonfinite: dict[str, str | None] = {}  # the names last written
 
@@ -164,9 +166,8 @@ class StepLog:
             is_finite_here = is_finite_here is not False and not step.nonfinite
         last = next(iter(optimizers)) if optimizers and len(optimizers) == 1 else None
         if last is not None and counts.optimizer not in (None, last):
-            observed = observed.after(
-                Observations(("switched", *["unscaled"] * (step.loss is None)))
-            )
+            unscaled = [Counted(Event.UNSCALED)] * (step.loss is None)
+            observed = observed.after(Observations((Counted(Event.SWITCHED), *unscaled)))
         before = counts.observed if self.num_steps else _NOTHING  # the first step has them too
         streaks, skip = counts.streaks, _skip_of(step) if step.skipped else None
         if streaks or skip is not None:
@@ -186,13 +187,13 @@ class StepLog:
             self._write(skip)
         if observed.cut:
             self._filter.note_event("cut")
-        if step.skipped or observed.calls or not math.isfinite(step.loss or 0.0):
-            self._note_events(step, observed.calls)
+        if step.skipped or observed.events or not math.isfinite(step.loss or 0.0):
+            self._note_events(step, observed.events)
 
-    def _note_events(self, step: Step, calls: Sequence[str]) -> None:
+    def _note_events(self, step: Step, events: Sequence[Counted]) -> None:
         """Note what a look at the evidence after this step may find."""
         is_failed = self.has_failed(step) or (step.is_hopeless and step.scale <= 1)
-        for event in {*calls, *["failure"] * is_failed}:
+        for event in {*events, *["failure"] * is_failed}:
             self._filter.note_event(event)
 
     def add_bad(self, line: BadStep) -> None:
@@ -233,12 +234,12 @@ class StepLog:
         """Whether there is a file to write to, and no sample was written for a second."""
         return bool(self._writers) and monotonic() - self._written_at >= _LONGEST_UNWRITTEN
 
-    def note_calls(self, calls: Sequence[str]) -> None:
-        """Note the calls before a run's first step, the latest last; see :class:`Sample`."""
+    def note_early(self, events: Sequence[Counted]) -> None:
+        """Note the events before a run's first step, the latest last."""
         if self.num_steps:
             return
-        self.counts = self.counts._replace(observed=Observations(tuple(calls)))
-        if calls.count(calls[-1]) == _MANY_CALLS:
+        self.counts = self.counts._replace(observed=Observations(tuple(events)))
+        if events.count(events[-1]) == _MANY_CALLS:
             self._tell(self._look(is_last=False))
 
     def note_idle(self, name: str, count: int) -> None:
@@ -250,7 +251,9 @@ class StepLog:
         if step != self.counts.step:
             self._idle = step, since = self.counts.step, count - 1
         if self.num_steps and count - since == _MANY_CALLS:
-            self._keep(Watched(self.counts.step, calls={f"idle {name}": count}))
+            self._keep(
+                Watched(self.counts.step, calls=texts_of([Counted(Event.IDLE, name, count)]))
+            )
             self._tell(self._look(is_last=False))
 
     @property
@@ -280,7 +283,7 @@ class StepLog:
             loss=loss,
             losses=() if losses.count(None) == len(losses) else losses,
             backward=tuple(sorted(observed.backward)),
-            calls=Counter(observed.calls),
+            calls=texts_of(observed.events),
             cut=observed.cut,
             num_losses=observed.num_losses,
             **measured,
@@ -288,28 +291,27 @@ class StepLog:
 
     def _calls(self) -> Watched:
         """The line with the calls of a run that has made no step."""
-        return Watched(self.counts.step, calls=Counter(self.counts.observed.calls))
+        return Watched(self.counts.step, calls=texts_of(self.counts.observed.events))
 
-    def add_watched(self, located: Located | None, dtypes: Mapping[str, str]) -> None:
-        """Write what a watch saw in the last step, once; only a new place, and changed dtypes."""
+    def add_watched(self, located: Located | None) -> None:
+        """Write the place that a watch found in the last step, once, and only if it is new."""
         step, known = self.counts.step, self.counts.evidence.watched
         if self._watched == step:
             return
         is_known = located is not None and known is not None and located.is_at(known)
-        if is_known or self._has_made:
-            located = None
-        line = Watched(step, located, {} if dtypes == self._dtypes else dict(dtypes))
-        if located is not None:
-            self.counts = self.counts._replace(evidence=self.counts.evidence.after(line))
+        if located is not None and not (is_known or self._has_made):
+            self._keep(Watched(step, located))
             self._filter.hurry()
-        if located is not None or line.dtypes:
-            self._write(line)
-        self._watched, self._dtypes = step, dict(dtypes)
+        self._watched = step
 
     def add_made(self, located: Located) -> None:
         """Write where a watch that the user asked for found the Inf or NaN of the present step."""
         self._keep(Watched(self.counts.step + 1, located))
         self._has_made = True
+
+    def break_off(self, reason: str) -> None:
+        """Write why the watch ended before the training did."""
+        self._keep(Watched(self.counts.step, ended=reason))
 
     def _keep(self, line: BadStep | Watched) -> None:
         self.counts = self.counts._replace(evidence=self.counts.evidence.after(line))
@@ -326,7 +328,8 @@ class StepLog:
     def _tell(self, findings: Sequence[Finding]) -> None:
         for finding in findings:
             self._told.add(finding.text)
-            self._tell_user(finding)
+            with passing():
+                self._tell_user(finding)
 
     def _look(self, is_last: bool) -> list[Finding]:
         """The findings to warn of; writes which parameter or optimizer state is not finite."""
@@ -363,10 +366,12 @@ class StepLog:
         if line.verdict == "normal":
             return
         if self._on_stuck == "raise":
-            raise StuckError(line.text)
+            with passing():
+                raise StuckError(line.text)
         self._filter.note(line.findings[0])
         if self._on_stuck == "warn" and self._tell_user is _warn:
-            warnings.warn(StuckWarning(line.text), stacklevel=levels_to_caller())
+            with passing():
+                warnings.warn(StuckWarning(line.text), stacklevel=levels_to_caller())
         elif self._on_stuck == "warn":
             self._tell(line.findings[:1])
 
@@ -454,7 +459,7 @@ class StepLog:
             findings = self._look(is_last=True)
             self._renew_verdict()
         finally:
-            if not self.num_steps and self.counts.observed.calls:
+            if not self.num_steps and self.counts.observed.events:
                 self._write(self._calls())
             self.add_sample()
             writers, self._writers = self._writers, ()  # an interrupted call writes no more
@@ -464,7 +469,8 @@ class StepLog:
 
     def _write(self, line: Line) -> None:
         if self._writers is not None and isinstance(line, Skip):
-            logger.info("%s", _in_one_line(line))
+            # Importing Paddle shows each record at level INFO.
+            logger.debug("%s", _in_one_line(line))
         for writer in self._writers or ():
             writer.write(line)
 
@@ -507,6 +513,11 @@ class StepSource:
         for step in steps:
             if step.number > log.counts.step:
                 step.add_to(log)
+
+    def break_off(self) -> None:
+        """Add the waiting steps to the log after an error, as far as that can be done."""
+        with suppress(Exception):
+            self.read()
 
     def close(self, finish: Callable[[], None]) -> None:
         """Stop observing, add the waiting steps to the log, and call ``finish``."""

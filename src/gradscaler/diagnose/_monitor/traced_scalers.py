@@ -122,6 +122,7 @@ def _of_counter(scale: str, counter: str, scaler: object) -> ScalerState:
 
 
 _READERS: dict[str, Callable[[Any], ScalerState]] = {
+    "is_before": lambda _: ScalerState(1.0, finite=True),  # a loop without a scaler
     "grads_finite": _of_optax,
     "state": _of_jax,
     "fin_steps": partial(_of_counter, "scale", "fin_steps"),  # flax's

@@ -11,6 +11,7 @@ from gradscaler.diagnose._gradients.arrays import local
 from gradscaler.diagnose._gradients.reading import Tensor
 from gradscaler.diagnose._monitor.iterations import Iteration
 from gradscaler.diagnose._monitor.parameters import groups_of
+from gradscaler.diagnose._record.events import Event
 
 
 class _Used(NamedTuple):
@@ -62,7 +63,7 @@ class UsedGradients:
         if held is not None:
             iteration.added_to[name] = held if self._counts_changes else held * 0
         if iteration.follows_unstepped and (held is None or not float(held)):
-            iteration.calls.append("left_out")
+            iteration.note(Event.LEFT_OUT)
             iteration.follows_unstepped = False
 
     def _held(self, optimizer: object) -> Tensor | None:

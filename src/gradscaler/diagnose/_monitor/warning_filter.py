@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from time import perf_counter as clock
 
 from gradscaler.diagnose._record.finding import Finding
@@ -27,7 +27,7 @@ class WarningFilter:
     def __init__(self, step: int) -> None:
         self._first = self._looked_at = step
         self._next = 0.0  # the earliest time of the next look
-        self._events = Counter[str]()
+        self._events = Counter[Hashable]()
         self._told: dict[str, int] = {}  # by kind, and by line: the steps that showed it then
         self._placed: set[str] = set()  # the kinds that were reported with a line
         # By kind: the latest step and the latest sample when it was first found.
@@ -41,7 +41,7 @@ class WarningFilter:
         self._looked_at, self._began = step, now
         return True
 
-    def note_event(self, kind: str) -> None:
+    def note_event(self, kind: Hashable) -> None:
         """Look after this step if it is one of the first six, the 8th, 12th, 16th ... of a kind.
 
         So what an event shows is reported in that step, whatever the clock says. The numbers grow

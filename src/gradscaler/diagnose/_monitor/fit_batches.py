@@ -1,0 +1,167 @@
+"""The batch of each step of Keras' ``fit``, and a closure that takes its gradients again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from inspect import signature
+from itertools import islice
+from typing import Any
+
+from gradscaler.diagnose._graph.guard import guarded
+
+Model = Any
+Batch = Any
+Variable = Any
+
+
+class FitBatches:
+    """Keeps the latest batch of a model's ``fit``, between ``start()`` and ``stop()``.
+
+    The model's ``train_function`` takes an iterator. It gets one that holds the batches of one
+    call, which are the same, so the compiled step is the same, too. With several replicas, a batch
+    is the framework's own, and none is kept.
+
+    Args:
+        model: a compiled model of Keras 3.
+        before: called with the model before each step, and with what takes its gradients. Of
+            several steps in one execution, all come before the first.
+    """
+
+    def __init__(
+        self, model: Model, before: Callable[[Model, Replay], object] | None = None
+    ) -> None:
+        self._model, self._before = model, guarded(before or _nothing)
+        self._function: Any = None
+        self.latest: Batch | None = None
+
+    def start(self) -> None:
+        """Keep batches from now on; the model has its train function by then."""
+        function = self._model.train_function
+        function = getattr(function, "of_gradscaler", function)  # of a fit that was interrupted
+        if function is None or self._function is not None or _num_replicas(self._model) > 1:
+            return
+        self._function = function
+        as_given = list if _backend() == "torch" else iter
+
+        def seen(*args: Any) -> Any:
+            batches = list(islice(iter(args[-1]), int(self._model.steps_per_execution)))
+            if not batches:
+                raise StopIteration
+            self.latest = batches[-1]
+            for batch in batches:  # those after the first have the weights from before it
+                state = args[0] if len(args) > 1 else None
+                self._before(self._model, Replay(self._model, batch, state))
+            return function(*args[:-1], as_given(batches))
+
+        seen.of_gradscaler = function  # type: ignore[attr-defined]
+        self._model.train_function = seen
+
+    def stop(self) -> None:
+        """Keep none any more, and leave the model as it was."""
+        if self._function is not None:
+            self._model.train_function, self._function = self._function, None
+        self.latest = None
+
+    def replay(self) -> tuple[Model, Callable[[], object]]:
+        """The model, and a closure that takes the gradients of the latest batch again."""
+        return self._model, Replay(self._model, self.latest).gradients
+
+
+class Replay:
+    """Takes the gradients of a model on a batch again.
+
+    Args:
+        model: the model.
+        batch: the batch.
+        state: the values of the model's variables during ``fit`` on JAX, where the variables
+            themselves hold none; None if they do.
+
+    Attributes:
+        loss: the loss; None before the gradients were taken.
+        found: the gradients by the variables' names.
+    """
+
+    def __init__(self, model: Model, batch: Batch, state: Sequence[Any] | None = None) -> None:
+        self._model, self._state = model, state
+        self._data = _keras().utils.unpack_x_y_sample_weight(batch)
+        self.loss: Any = None
+        self.found: dict[str, Any] = {}
+
+    def gradients(self) -> object:
+        """The loss and its gradients."""
+        trained = self._model.trainable_variables
+        self.loss, gradients = getattr(self, f"_on_{_backend()}")(trained)
+        names = (variable.path for variable in trained)
+        found = zip(names, gradients, strict=True)
+        self.found = {name: each for name, each in found if each is not None}
+        return self.loss, list(self.found.values())
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Where the model's variables have the values of the step, which ``fit`` takes on JAX."""
+        taken = list(self._values())
+        try:
+            for variable, value in taken:
+                variable._value = value
+            yield
+        finally:
+            for variable, _ in taken:
+                variable._value = None
+
+    def _values(self) -> Iterator[tuple[Variable, Any]]:
+        model, optimizer = self._model, self._model.optimizer
+        lists = (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            optimizer.variables,
+            model.metrics_variables,
+        )
+        for variables, values in zip(lists, self._state or (), strict=False):
+            yield from zip(variables, values, strict=True)
+
+    def _loss(self) -> Any:
+        x, y, sample_weight = self._data
+        is_asked = "training" in signature(self._model.call).parameters
+        outputs = self._model(x, training=True) if is_asked else self._model(x)
+        return self._model.compute_loss(x, y, outputs, sample_weight, training=True)
+
+    def _on_tensorflow(self, trained: Sequence[Variable]) -> tuple[Any, Sequence[Any]]:
+        with sys.modules["tensorflow"].GradientTape() as tape:
+            loss = self._loss()
+        return loss, tape.gradient(loss, trained)
+
+    def _on_torch(self, trained: Sequence[Variable]) -> tuple[Any, Sequence[Any]]:
+        loss = self._loss()
+        if not bool(loss.isfinite().all()):  # its gradients say nothing about where that began
+            return loss, [None for _ in trained]
+        loss.backward()
+        return loss, [variable.value.grad for variable in trained]
+
+    def _on_jax(self, trained: Sequence[Variable]) -> tuple[Any, Sequence[Any]]:
+        def loss_of(values: Sequence[Any]) -> Any:
+            mapping = list(zip(trained, values, strict=True))
+            with _keras().StatelessScope(state_mapping=mapping):
+                return self._loss()
+
+        values = [variable.value for variable in trained]
+        found: tuple[Any, Sequence[Any]] = sys.modules["jax"].value_and_grad(loss_of)(values)
+        return found
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing."""
+
+
+def _num_replicas(model: Model) -> int:
+    strategy = getattr(model, "distribute_strategy", None)
+    return int(getattr(strategy, "num_replicas_in_sync", 1))
+
+
+def _keras() -> Any:
+    return sys.modules["keras"]
+
+
+def _backend() -> str:
+    return str(_keras().backend.backend())

@@ -1,0 +1,246 @@
+"""Two optimizers of the same parameters, a model that stays in evaluation mode, and look-alikes."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from gradscaler.diagnose import Monitor
+from gradscaler.torch import GradScaler
+
+pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
+
+
+class Loop:
+    """A loop with or without a scaler, of 60 steps; each training below fills it."""
+
+    def __init__(self, has_scaler, model):
+        self.scaler = GradScaler(init_scale=256.0) if has_scaler else None
+        self.model = model
+        models = model if isinstance(model, dict) else {"": model}
+        self.models = list(models.values())
+        self.monitor = Monitor(self.scaler, model, tell=[].append)
+
+    def backward(self, outputs):
+        loss = outputs.float().square().mean()
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def step(self, *optimizers):
+        for optimizer in optimizers:
+            optimizer.step() if self.scaler is None else self.scaler.step(optimizer)
+
+    def update(self, *optimizers):
+        if self.scaler is not None:
+            self.scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+    def verdict(self):
+        self.monitor.close()
+        return str(self.monitor.verdict)
+
+
+def sgd(*modules):
+    return torch.optim.SGD([p for m in modules for p in m.parameters()], lr=1e-3)
+
+
+def inputs():
+    return torch.randn(8, 4)
+
+
+@pytest.fixture(params=[False, True], ids=["without a scaler", "with a scaler"])
+def has_scaler(request):
+    return request.param
+
+
+# Two optimizers.
+
+
+def of_the_same_parameters(has_scaler):
+    loop = Loop(has_scaler, nn.Linear(4, 4))
+    both = sgd(loop.model), torch.optim.Adam(loop.model.parameters(), lr=1e-3)
+    for _ in range(60):
+        loop.backward(loop.model(inputs()))
+        loop.step(*both)
+        loop.update(*both)
+    return loop
+
+
+def of_two_networks(has_scaler):
+    loop = Loop(has_scaler, {"G": nn.Linear(4, 4), "D": nn.Linear(4, 4)})
+    both = tuple(map(sgd, loop.models))
+    for _ in range(60):
+        loop.backward(loop.models[1](loop.models[0](inputs())))
+        loop.step(*both)
+        loop.update(*both)
+    return loop
+
+
+def of_heads_with_a_shared_encoder(has_scaler):
+    encoder, *heads = (nn.Linear(4, 4) for _ in range(3))
+    loop = Loop(has_scaler, nn.ModuleList([encoder, *heads]))
+    both = tuple(sgd(encoder, head) for head in heads)
+    for _ in range(60):
+        hidden = encoder(inputs())
+        loop.backward(heads[0](hidden) + heads[1](hidden))
+        loop.step(*both)
+        loop.update(*both)
+    return loop
+
+
+def that_take_turns(has_scaler):
+    loop = Loop(has_scaler, nn.Linear(4, 4))
+    both = sgd(loop.model), torch.optim.Adam(loop.model.parameters(), lr=1e-3)
+    for _ in range(30):
+        for optimizer in both:
+            loop.backward(loop.model(inputs()))
+            loop.step(optimizer)
+            loop.update(optimizer)
+    return loop
+
+
+def of_two_stages(has_scaler):
+    loop = Loop(has_scaler, nn.Linear(4, 4))
+    for optimizer in (sgd(loop.model), torch.optim.Adam(loop.model.parameters(), lr=1e-3)):
+        for _ in range(30):
+            loop.backward(loop.model(inputs()))
+            loop.step(optimizer)
+            loop.update(optimizer)
+    return loop
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another one, with its groups, such as Lookahead."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+        self.param_groups = inner.param_groups
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def around_another(has_scaler):
+    loop = Loop(has_scaler, nn.Linear(4, 4))
+    optimizer = Wrapper(sgd(loop.model))
+    for _ in range(60):
+        loop.backward(loop.model(inputs()))
+        loop.step(optimizer)
+        loop.update(optimizer)
+    return loop
+
+
+def test_two_optimizers_of_the_same_parameters_are_told(has_scaler):
+    said = of_the_same_parameters(has_scaler).verdict()
+    assert "Two optimizers hold the same parameters" in said
+    assert "Nothing needs fixing" not in said
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        of_two_networks,
+        of_heads_with_a_shared_encoder,
+        that_take_turns,
+        of_two_stages,
+        around_another,
+    ],
+)
+def test_two_optimizers_that_may_be_meant_are_not_told(train, has_scaler):
+    assert "Two optimizers" not in train(has_scaler).verdict()
+
+
+# The mode.
+
+
+def with_dropout():
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 4))
+
+
+def with_batch_norm():
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+
+def evaluate(model):
+    model.eval()
+    with torch.no_grad():
+        mse_loss(model(inputs()), torch.zeros(8, 4))
+
+
+def train_with(has_scaler, model, before_step):
+    loop = Loop(has_scaler, model)
+    optimizer = sgd(model)
+    for step in range(60):
+        before_step(step, model)
+        loop.backward(model(inputs()))
+        loop.step(optimizer)
+        loop.update(optimizer)
+    return loop.verdict()
+
+
+def forgets(step, model):
+    if step == 20:
+        evaluate(model)
+
+
+def puts_back(step, model):
+    if step % 20 == 0:
+        evaluate(model)
+        model.train()
+
+
+def evaluates_from_the_start(step, model):
+    model.eval()
+
+
+def keeps_statistics(step, model):
+    """As a fine-tuning that freezes batch normalization after a while."""
+    if step > 20:
+        model[1].eval()
+
+
+def freezes_a_part(step, model):
+    model[0].eval()
+    model[0].requires_grad_(False)
+
+
+@pytest.mark.parametrize("model", [with_dropout, with_batch_norm])
+def test_a_model_that_stays_in_evaluation_mode_is_told(model, has_scaler):
+    said = train_with(has_scaler, model(), forgets)
+    assert "In 40 of 60 steps, the model was in evaluation mode" in said
+    assert "Call model.train() after each validation" in said
+
+
+@pytest.mark.parametrize(
+    ("model", "before_step"),
+    [
+        (with_batch_norm, puts_back),
+        (with_batch_norm, evaluates_from_the_start),
+        (with_batch_norm, keeps_statistics),
+        (with_dropout, freezes_a_part),
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.LayerNorm(4)), forgets),
+        (lambda: nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False)), forgets),
+    ],
+)
+def test_an_evaluation_mode_that_may_be_meant_is_not_told(model, before_step, has_scaler):
+    assert "evaluation mode" not in train_with(has_scaler, model(), before_step)
+
+
+def test_a_discriminator_that_evaluates_in_the_generator_s_step_alone_is_not_told(has_scaler):
+    generator, discriminator = with_batch_norm(), with_dropout()
+    loop = Loop(has_scaler, {"G": generator, "D": discriminator})
+    of_g, of_d = sgd(generator), sgd(discriminator)
+    for _ in range(40):
+        discriminator.train()
+        loop.backward(discriminator(generator(inputs()).detach()))
+        loop.step(of_d)
+        loop.update(of_d)
+        discriminator.eval()
+        loop.backward(discriminator(generator(inputs())))
+        loop.step(of_g)
+        loop.update(of_g, of_d)
+    assert "evaluation mode" not in loop.verdict()
