@@ -9,14 +9,18 @@ import pytest
 
 from gradscaler.diagnose import read_run
 
+# Fit makes the same calls on each backend; tests/diagnose/monitor/test_frameworks.py has them all.
+pytestmark = pytest.mark.one_backend
+
+RUN = "-m", "gradscaler", "run"
 SCRIPT = str(Path(__file__).with_name("fits.py"))
 
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
-    """What the script prints with and without, what is said of it, and the run files."""
+    """What the script prints with and without, what is said of it in two runs, and run files."""
     started, folders = [], []
-    for under in (("-m", "gradscaler", "run", "--"), ()):
+    for under in (RUN, (), (*RUN, "--watch", "3")):
         folders.append(folder := tmp_path_factory.mktemp("fits"))
         started.append(
             subprocess.Popen(
@@ -27,13 +31,19 @@ def printed(tmp_path_factory):
                 stderr=subprocess.PIPE,
             )
         )
-    (ours, said), (theirs, _) = (process.communicate(timeout=300) for process in started)
-    assert [process.returncode for process in started] == [0, 0], said
-    said = [" ".join(part.split()) for part in said.split("gradscaler: ")[1:]]
+    ended = [process.communicate(timeout=600) for process in started]
+    assert [process.returncode for process in started] == [0, 0, 0], ended
+    (ours, said), (theirs, _), (watched, watch) = ended
+    assert ours == watched
+    said, in_step = (
+        [" ".join(part.split()) for part in each.split("gradscaler: ")[1:]]
+        for each in (said, watch)
+    )
     return (
         ours.splitlines(),
         theirs.splitlines(),
         said,
+        in_step,
         sorted((folders[0] / "gradscaler-runs").iterdir()),
     )
 
@@ -45,7 +55,7 @@ def test_weights_optimizers_and_saved_models_are_equal(printed):
 
 
 def test_the_batch_of_a_nan_is_named_with_the_weights_and_no_operation(printed):
-    *_, said, _ = printed
+    _, _, said, *_ = printed
     found = [each for each in said if each.startswith("The loss is nan at batch")]
     assert len(found) == 2
     assert [each for each in found if " by matmul" in each] == []
@@ -55,13 +65,27 @@ def test_the_batch_of_a_nan_is_named_with_the_weights_and_no_operation(printed):
     assert healthy == "the losses are finite."
     assert re.fullmatch(rf"{nan}\S*kernel was not finite at the end of the epoch\.", plain)
     assert scaled.startswith(f"{nan}all weights were finite at the end of the epoch.")
+    assert [each for each in said if "steps were skipped" in each and "with a loss of nan" in each]
+    assert [each for each in said if "not seen" in each] == []
+    hints = [each for each in said if "the same command with --watch 3 names what made it" in each]
+    assert len(hints) == 1  # where no scaler names it
+
+
+def test_a_watched_step_names_the_row_of_the_batch_and_the_layer(printed):
+    *_, in_step, _ = printed
+    seen = [each for each in in_step if each.startswith("step watched: ")]
+    nothing, plain, _, scaled = seen
+    assert nothing == "step watched: no operation made an Inf or NaN"
+    for each in (plain, scaled):
+        assert "holds Inf or NaN in row 8 of 16" in each
 
 
 def test_a_loss_scale_optimizer_of_keras_has_a_run_file(printed):
-    *_, said, files = printed
+    _, _, said, _, files = printed
     runs = [read_run(file) for file in files]
     steps = 2 * 5  # a quarter of the samples is for validation
     assert [run.num_steps for run in runs] == [steps, steps]
     assert max(len(run.skipped) for run in runs) >= 2
     assert runs[0].starts[0].policy["name"] == "DynamicScale"
-    assert sum(each.startswith(f"after {steps} steps: ") for each in said) == 2
+    ends = [each for each in said if re.match(rf"after {steps} steps(, as said above)?: ", each)]
+    assert len(ends) == 2

@@ -10,11 +10,13 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from gradscaler._run_script.voice import attempt
+
 
 def after_import(name: str, call: Callable[[], None]) -> None:
     """Call a function at the end of the first import of a module; now, if it was imported."""
     if name in sys.modules:
-        call()
+        attempt(call)
     else:
         sys.meta_path.insert(0, _Finder(name, call))
 
@@ -49,6 +51,6 @@ class _Finder:
             execute(module)
             with suppress(ValueError):  # another thread was first
                 sys.meta_path.remove(self)
-                self._call()
+                attempt(self._call)
 
         loader.exec_module = exec_module

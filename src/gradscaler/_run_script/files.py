@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 
@@ -16,12 +17,16 @@ class RunFiles:
     """
 
     def __init__(self, folder: Path) -> None:
+        self._folder, self._is_alone = folder, "RANK" not in os.environ
+        self._rank = "" if self._is_alone else f".rank{os.environ['RANK']}"
+
+    @cached_property
+    def _start(self) -> Path:
+        """What all names begin with; at its first use, as PyTorch may be there before a script."""
         script = Path(sys.argv[0])
         name = script.parent.name if script.stem == "__main__" else script.stem
-        is_alone = "RANK" not in os.environ
-        process = os.getpid() if is_alone else os.getppid()
-        self._rank = "" if is_alone else f".rank{os.environ['RANK']}"
-        self._start = folder / f"{name or 'run'}-{time.strftime('%Y%m%d-%H%M')}-{process}"
+        process = os.getpid() if self._is_alone else os.getppid()
+        return self._folder / f"{name or 'run'}-{time.strftime('%Y%m%d-%H%M')}-{process}"
 
     def next(self) -> Path:
         """A file that does not exist; its folder does."""

@@ -14,19 +14,26 @@ from weakref import WeakKeyDictionary
 from gradscaler._run_script.files import RunFiles
 from gradscaler._run_script.options import MOST_RUNS, STOPPED
 from gradscaler._run_script.termination import before_termination
-from gradscaler._run_script.voice import guarded, say
+from gradscaler._run_script.voice import attempt, say
 from gradscaler._run_script.watched_run import WatchedRun
+from gradscaler.diagnose import inspect, locate
+from gradscaler.diagnose._findings import judge
+from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._findings.frameworks import Framework, framework_named
+from gradscaler.diagnose._monitor.fit_batches import FitBatches, Replay
 from gradscaler.diagnose._monitor.recorder import RecordedParameters
+from gradscaler.diagnose._monitor.step_log import MOST_NONFINITE
+from gradscaler.diagnose._monitor.traced_scalers import number_of
+from gradscaler.diagnose._record.lines import BadStep
 
-_NEXT = {
-    "tensorflow": "To find the operation, call tf.debugging.enable_check_numerics() first.",
-    "jax": "To find the operation, set JAX_DEBUG_NANS=True.",
-    "torch": "To find the operation, call torch.autograd.set_detect_anomaly(True) first.",
-}
 _CURES = (
     "Look at the batch, at logarithms, roots and divisions by 0 in the loss, lower the learning "
     "rate, and clip gradients (clipnorm)."
 )
+
+
+# Keras may tell the loss of a batch after that of the next one, so the step may be one too late.
+_STEPS_BEFORE = 2
 
 
 class Fits:
@@ -41,6 +48,7 @@ class Fits:
         self._process = os.getpid()
         self._losses = WeakKeyDictionary[Any, Losses]()  # by optimizer
         self._scaled = WeakKeyDictionary[Any, WatchedRun]()  # the latest keeps its model alive
+        self._watched = WeakKeyDictionary[Any, FitWatch]()  # by optimizer
         self._to_end: list[Losses] = []
 
     def start(self) -> None:
@@ -61,20 +69,23 @@ class Fits:
         if optimizer is None or os.getpid() != self._process:
             return []
         if optimizer not in self._losses and len(self._to_end) < MOST_RUNS:
-            guarded(partial(self._begin, optimizer, model))
-        runs = self._losses.get(optimizer), self._scaled.get(optimizer)
+            attempt(partial(self._begin, optimizer, model))
+        of = self._losses, self._scaled, self._watched
+        runs = [each.get(optimizer) for each in of]
         return [run.callback() for run in runs if run is not None]
 
     def _begin(self, optimizer: Any, model: Any) -> None:
-        if not self._options.is_fitted:
-            self._options.is_fitted = True
+        if not self._options.is_watched:
+            self._options.is_watched = True
             before_termination(self._end)
         is_scaled = isinstance(optimizer, _keras().optimizers.LossScaleOptimizer)
         self._losses[optimizer] = Losses(is_scaled, self._options)
         self._to_end.append(self._losses[optimizer])
+        if self._options.watch is not None:
+            self._watched[optimizer] = FitWatch(self._options.watch)
         if is_scaled:
             self._end_scaled()
-            given = optimizer, model, self._files.next(), self._options
+            given = optimizer, model, self._files.next(), self._options, _framework()
             self._scaled[optimizer] = WatchedRun(*given)
         atexit.unregister(self._end)
         atexit.register(self._end)  # before monitors close by themselves
@@ -100,7 +111,8 @@ class Losses:
 
     def __init__(self, is_scaled: bool, options: argparse.Namespace) -> None:
         self._may_stop, self._is_scaled = options.stop and not is_scaled, is_scaled
-        self._num_epochs = 0
+        self._proposes_watch = options.watch is None and not is_scaled
+        self._num_epochs = self._num_steps = 0  # the steps are those of epochs that have ended
         self._first: tuple[int, int, float] | None = None  # epoch, batch and loss, not finite
         self._weights = ""  # a clause about them after that
 
@@ -110,27 +122,31 @@ class Losses:
 
         class Looking(_keras().callbacks.Callback):  # type: ignore[misc] # untyped base
             async_safe = not losses._may_stop
-            epoch = 0
+            epoch = steps = 0
 
             def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
                 losses._num_epochs += 1
-                self.epoch = epoch + 1
+                self.epoch, self.steps = epoch + 1, 0
 
             def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
                 loss = (logs or {}).get("loss", 0.0)
+                self.steps = max(self.steps, batch + 1)
                 if not math.isfinite(loss):
                     losses._see_bad((self.epoch, batch + 1, loss))
 
             def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+                losses._num_steps += self.steps
                 if losses._first is not None and not losses._weights:
-                    guarded(partial(losses._look_at, self.model))
+                    attempt(partial(losses._look_at, self.model))
 
         return Looking()
 
     def _see_bad(self, found: tuple[int, int, float]) -> None:
         is_first, self._first = self._first is None, min(self._first or found, found)
         if is_first:
-            say(f"{_named(found)}. {_CURES} {_NEXT.get(_keras().backend.backend(), '')}")
+            step = self._num_steps + found[1]
+            source = f"source: the same command with --watch {max(step, 2)} names what made it"
+            say(f"{_named(found)}. {_CURES}", *[source] * self._proposes_watch)
         if self._may_stop:
             raise SystemExit(STOPPED)
 
@@ -148,9 +164,65 @@ class Losses:
             say(f"{after}: the losses are finite.")
 
 
+class FitWatch:
+    """Watches the operations of a step of ``fit``, and of the two before it.
+
+    A loss of NaN shows weights that an earlier step has lost, whose own loss is finite. Each of the
+    three is run once more, eagerly, before it is run by ``fit``.
+
+    Args:
+        step: its number, in all calls of ``fit`` with one optimizer.
+    """
+
+    def __init__(self, step: int) -> None:
+        self._step, self._num_steps = step, 0
+
+    def callback(self) -> Any:
+        """A callback that gets each batch before its step."""
+        watch = self
+
+        class Watching(_keras().callbacks.Callback):  # type: ignore[misc] # untyped base
+            batches: FitBatches | None = None
+
+            def on_train_begin(self, logs: Any = None) -> None:
+                self.batches = FitBatches(self.model, watch._before)
+                self.batches.start()
+
+            def on_train_end(self, logs: Any = None) -> None:
+                if self.batches is not None:
+                    self.batches.stop()
+
+        return Watching()
+
+    def _before(self, model: Any, replay: Replay) -> None:
+        self._num_steps += 1
+        if not self._step - _STEPS_BEFORE <= self._num_steps <= self._step:
+            return
+        with replay.in_step():
+            located = locate(model, replay.gradients)
+            if located is not None and _keras().backend.backend() == "jax":
+                replay.gradients()  # JAX has only traced them
+        if located is not None:
+            self._step = 0
+            loss, found = number_of(replay.loss), inspect(replay.found)
+            bad = BadStep(self._num_steps, loss, found[:MOST_NONFINITE], located=located)
+            evidence = Evidence(
+                self._num_steps, 0, has_scaler=False, framework=_framework(), bad_step=bad
+            )
+            say(f"step watched: {judge(evidence).text}")
+        elif self._num_steps == self._step:
+            is_own = not type(model).train_step.__module__.startswith("keras.")
+            of = " of compute_loss() (a train_step of the model's own is not run)" if is_own else ""
+            say(f"step watched: no operation{of} made an Inf or NaN")
+
+
 def _named(found: tuple[int, int, float]) -> str:
     epoch, batch, loss = found
     return f"The loss is {loss:g} at batch {batch} of epoch {epoch}"
+
+
+def _framework() -> Framework:
+    return framework_named("keras", {_keras().backend.backend(): ""})
 
 
 def _keras() -> Any:

@@ -14,7 +14,7 @@ STOPPED = 3
 MOST_RUNS = 20  # a search over settings; an inner optimizer for each batch would make thousands
 
 _TEXT = (
-    "Run a PyTorch or Keras script as it is, with its own arguments, and say why it fails: which "
+    "Run a training script as it is, with its own arguments, and say why it fails: which "
     "operation made the first Inf or NaN, on which line, and what to do. Findings go to stderr; "
     "the steps of each process that trains go to a file. The training stays the same to the bit."
 )

@@ -1,9 +1,24 @@
-"""An observer of a scaler, which tells of scaled losses, and when a step has ended."""
+"""What scalers of a script do: their losses and steps, and whether each makes a step alone."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
+
+from gradscaler.diagnose._graph.guard import guarded
+from gradscaler.diagnose._monitor.by_identity import ByIdentity
+
+Optimizer = Any  # of any framework
+
+_FEW = 5  # scalers of one optimizer; a script may make one for each fold or stage
+_BRIEF = 2  # steps of one scaler
+
+OF_EACH_STEP = (
+    "The script makes a new GradScaler for each step, so a scale that an overflow has lowered is "
+    "never kept: each step begins at init_scale again."
+)
+MAKE_ONCE = "Make the scaler once, before the loop."
 
 
 class ScalerWatch:
@@ -17,23 +32,48 @@ class ScalerWatch:
     ) -> None:
         self._scaled, self._stepped, self._ended = scaled, stepped, ended
 
+    @guarded
     def scaled(self, outputs: object, /) -> None:
         """Make the first call."""
         self._scaled()
 
+    @guarded
     def unscaling(self, optimizer: object, scale: object, /) -> None:
         """Nothing to do."""
 
+    @guarded
     def stepping(self, optimizer: object, scale: object, /) -> None:
         """Nothing to do."""
 
+    @guarded
     def stepped(self, optimizer: object, outcome: object, /) -> None:
         """Make the second call."""
         self._stepped(optimizer)
 
+    @guarded
     def updating(self) -> None:
         """Nothing to do."""
 
+    @guarded
     def updated(self) -> None:
         """Make the third call."""
         self._ended()
+
+
+class FreshScalers:
+    """Counts the steps that each scaler makes with one optimizer."""
+
+    def __init__(self) -> None:
+        self._steps = ByIdentity[Counter[int]]()  # by the optimizer, then by the scaler's id
+
+    def note(self, scaler: int, optimizer: Optimizer) -> None:
+        """Note a step of an optimizer by the scaler of an id."""
+        if optimizer not in self._steps:
+            self._steps[optimizer] = Counter()
+        self._steps.get(optimizer, Counter())[scaler] += 1
+
+    @property
+    def are_made_each_step(self) -> bool:
+        """Whether an optimizer was stepped by several scalers, a step or two by each."""
+        each = (self._steps.get(optimizer, Counter()) for optimizer in self._steps)
+        return any(len(steps) >= _FEW and max(steps.values()) <= _BRIEF for steps in each)

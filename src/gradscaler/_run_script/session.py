@@ -9,26 +9,32 @@ import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 from torch.optim import Optimizer
 
-from gradscaler._run_script import fastai, fresh_scalers
+from gradscaler._run_script import fastai
 from gradscaler._run_script.after_import import after_import
 from gradscaler._run_script.after_init import after_init
 from gradscaler._run_script.files import RunFiles
-from gradscaler._run_script.fresh_scalers import FreshScalers
-from gradscaler._run_script.left_out import loss_left_out
 from gradscaler._run_script.models import models_of
 from gradscaler._run_script.options import MOST_RUNS
-from gradscaler._run_script.scaler_watch import ScalerWatch
-from gradscaler._run_script.termination import before_termination
-from gradscaler._run_script.voice import guarded, say, say_no_step
+from gradscaler._run_script.scaler_watch import (
+    MAKE_ONCE,
+    OF_EACH_STEP,
+    FreshScalers,
+    ScalerWatch,
+)
+from gradscaler._run_script.termination import before_termination, die_in_groups
+from gradscaler._run_script.variables import loss_left_out
+from gradscaler._run_script.voice import attempt, say, say_no_step
 from gradscaler._run_script.watched_run import WatchedRun
+from gradscaler.diagnose._findings.frameworks import framework_named
+from gradscaler.diagnose._graph.guard import guard
 from gradscaler.diagnose._graph.lines import Tracebacks
 from gradscaler.diagnose._monitor import backward_calls
+from gradscaler.diagnose._monitor.by_identity import ByIdentity
 from gradscaler.torch import GradScaler, install
-from gradscaler.torch._install import replace_sharded
+from gradscaler.torch._install import raise_as_theirs, replace_sharded
 
 _LOOP = 0  # the key of the loop without a scaler; others are the ids of scalers
 
@@ -43,7 +49,7 @@ class Session:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options, self._files = options, RunFiles(options.folder)
         self._process = os.getpid()
-        self._new = WeakSet[Optimizer]()  # made since the latest run began
+        self._new = ByIdentity[None]()  # optimizers made since the latest run began
         self._model: Any = None  # of the latest run
         self._known: set[int] = set()  # ids of its parameters
         self._runs: dict[int, WatchedRun] = {}
@@ -54,12 +60,15 @@ class Session:
 
     def start(self) -> None:
         """Watch this process from now on."""
+        guard.say = say
+        guard.add(self)
         install()
+        raise_as_theirs()  # a script must not end because it is watched
+        attempt(die_in_groups)
         after_import("torch.distributed.fsdp.sharded_grad_scaler", replace_sharded)
         after_init(Optimizer, self._see_optimizer)
         after_import("fastai.optimizer", self._see_fastai)
         after_init(GradScaler, self._see_scaler)
-        before_termination(self.end)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=_leave_child_alone)
         self._end_first()
@@ -68,6 +77,13 @@ class Session:
         """Let the verdict come before monitors close by themselves at exit."""
         atexit.unregister(self.end)
         atexit.register(self.end)
+
+    def break_off(self, _: str) -> None:
+        """Begin no more runs, as an error has ended those that were open."""
+        self._num_runs = MOST_RUNS
+        self._new.clear()
+        backward_calls.ignore(self)
+        self._lines.stop()
 
     @property
     def _is_off(self) -> bool:
@@ -81,7 +97,7 @@ class Session:
             self._end_runs()  # not in the backward pass, where a watch cannot be left
             self._lines.start()
             backward_calls.listen(self)
-        self._new.add(optimizer)
+        self._new[optimizer] = None
 
     def _see_fastai(self) -> None:
         after_init(fastai.own_optimizer(), self._see_optimizer)
@@ -114,8 +130,8 @@ class Session:
         self._has_given_up, self._num_runs = True, MOST_RUNS
         runs, self._runs = self._runs, {}
         for run in runs.values():
-            guarded(run.discard)
-        say(f"{fresh_scalers.CAUSE} {fresh_scalers.ACTION}")
+            attempt(run.discard)
+        say(f"{OF_EACH_STEP} {MAKE_ONCE}")
 
     def _end_step(self, key: int) -> None:
         if key in self._runs:
@@ -123,17 +139,18 @@ class Session:
 
     def _begin(self, key: int, scaler: GradScaler | None) -> None:
         """Begin a run; those of earlier optimizers end."""
+        attempt(partial(before_termination, self.end))
         self._lines.stop()
         if self._new:
             self._end_runs()
         self._num_runs += 1
-        guarded(partial(self._open, key, scaler))
+        attempt(partial(self._open, key, scaler))
         self._end_first()
 
     def _open(self, key: int, scaler: GradScaler | None) -> None:
         self._find_model()
         given = scaler, self._model, self._files.next(), self._options
-        self._runs[key] = WatchedRun(*given, watch=self._options.watch)
+        self._runs[key] = WatchedRun(*given, framework_named("torch", {}))
 
     def _find_model(self) -> None:
         """Find the model of the optimizers that were made since the latest run began."""
@@ -146,10 +163,10 @@ class Session:
     def end(self) -> None:
         """Close all files, and print the verdicts."""
         if os.getpid() == self._process:
-            guarded(self._see_left_out)
+            attempt(self._see_left_out)
             self._end_runs()
             if self._has_given_up:
-                say(f"as said above: {fresh_scalers.CAUSE}")
+                say(f"as said above: {OF_EACH_STEP}")
             if not self._num_runs:
                 self._num_runs = MOST_RUNS
                 say_no_step(self._options)
@@ -167,7 +184,7 @@ class Session:
     def _end_runs(self) -> None:
         runs, self._runs = self._runs, {}
         for run in runs.values():
-            guarded(run.end)
+            attempt(run.end)
 
 
 def _leave_child_alone() -> None:

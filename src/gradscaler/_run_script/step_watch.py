@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from typing import Protocol
 
 from gradscaler._run_script.voice import say
-from gradscaler.diagnose import Monitor
-from gradscaler.diagnose._graph.search import Search
+from gradscaler.diagnose import Located, Monitor
+from gradscaler.diagnose._graph.guard import guard
+
+
+class Search(Protocol):
+    """What shows the operations of a step."""
+
+    @property
+    def located(self) -> Located | None:
+        """The first Inf or NaN that reached a result; None if there is none."""
+
+    def start(self) -> None:
+        """Begin to look."""
+
+    def stop(self) -> None:
+        """Look no more."""
+
+    def end_in(self, results: object) -> None:
+        """Note the results of a pass."""
 
 
 class StepWatch:
@@ -20,36 +32,45 @@ class StepWatch:
     Args:
         step: its number in the run.
         monitor: the monitor of the run, which counts the steps.
-        model: the model, or a module that holds several.
+        search: what shows the operations.
     """
 
-    def __init__(self, step: int, monitor: Monitor, model: Any) -> None:
-        self._step, self._monitor = step, monitor
-        self._search = Search(model)
+    def __init__(self, step: int, monitor: Monitor, search: Search) -> None:
+        self._step, self._monitor, self._search = step, monitor, search
         self._is_on = False
-        self._handles = [
-            register_optimizer_step_post_hook(lambda *_: self.step_ended()),
-            register_optimizer_step_pre_hook(lambda *_: self._stop()),
-        ]
+        guard.add(self)
+
+    def break_off(self, _: str) -> None:
+        """Watch no more after an error."""
+        self._step, self._is_on = 0, False  # the hooks, of which one may be running, do nothing
+        self._search.stop()
+
+    def stepping(self, gradients: object) -> None:
+        """Note the gradients with which an optimizer steps, and watch no more."""
+        if self._is_on:
+            self._search.end_in(gradients)
+            self.stop()
 
     def step_ended(self) -> None:
         """Watch from here on if the next step is the one; a skipped one ends here."""
-        self._stop()
+        self.stop()
         history = self._monitor.history
         if history and history[-1].step + 1 == self._step and not self._is_on:
-            self._is_on = True
-            self._search.start()
+            try:
+                self._search.start()
+                self._is_on = True
+            except RuntimeError as error:  # such as in a compiled step of the optimizer
+                say(f"step {self._step:,} is not watched: {error}")
+                self._step = 0
 
     def close(self) -> None:
         """Watch no more, as the run has ended, maybe in the step to watch or before it."""
-        self._stop("the run ended in it, and no operation had made an Inf or NaN", latest="")
+        self.stop("the run ended in it, and no operation had made an Inf or NaN", latest="")
         steps = self._monitor.history[-1].step if self._monitor.history else 0
         if self._step:
             say(f"the run ended after step {steps:,}, so step {self._step:,} was not watched.")
-        while self._handles:
-            self._handles.pop().remove()
 
-    def _stop(
+    def stop(
         self,
         nothing: str = "no operation made an Inf or NaN",
         latest: str = "no Inf or NaN reached a gradient; the latest: ",
@@ -58,7 +79,8 @@ class StepWatch:
         if self._is_on:
             self._is_on, self._step = False, 0
             self._search.stop()
-            located, made = self._search.located, self._search.latest
+            # Where the latest Inf or NaN was made, if known, which may have reached no result.
+            located, made = self._search.located, getattr(self._search, "latest", None)
             say(f"step watched: {located or (nothing if made is None else f'{latest}{made}')}")
             if located is not None:
                 self._monitor.note_located(located)

@@ -47,4 +47,6 @@ def _without_own(trace: TracebackType | None, is_warning: bool) -> TracebackType
 
 
 def _is_own(entry: TracebackType) -> bool:
-    return entry.tb_frame.f_code.co_filename.startswith(_OWN)
+    frame = entry.tb_frame  # a function that stands in for PyTorch's names another file
+    package = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return package == "gradscaler" or frame.f_code.co_filename.startswith(_OWN)

@@ -44,11 +44,11 @@ def say_no_step(options: argparse.Namespace) -> None:
 
     Keras' ``fit`` on PyTorch steps by optimizers of its own.
     """
-    if not options.has_raised and not options.is_fitted:
+    if not options.has_raised and not options.is_watched:
         say(_NO_STEP)
 
 
-def guarded(call: Callable[[], None]) -> None:
+def attempt(call: Callable[[], None]) -> None:
     """Make a call; what goes wrong in it must not end a training."""
     try:
         call()

@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gradscaler._run_script.options import STOPPED
+from gradscaler._run_script.step_watch import Search, StepWatch
 from gradscaler._run_script.voice import is_quiet_rank, say, say_no_step, shown
 from gradscaler.diagnose import Finding, Monitor, Verdict
+from gradscaler.diagnose._findings.frameworks import Framework
+from gradscaler.diagnose._graph.guard import guard
 from gradscaler.diagnose._monitor.models import one_model
-
-if TYPE_CHECKING:
-    from gradscaler._run_script.step_watch import StepWatch
 
 # Kinds of findings after which no scale brings a training back, for a run with a scaler.
 _LOST = {"parameter", "divergence", "activations", "loss", "nan", "floor", "silent"}
@@ -32,7 +33,8 @@ class WatchedRun:
         model: the model, or several by their names.
         path: a new file.
         options: those of the command line, and how the script has ended.
-        watch: the step to watch, in PyTorch.
+        framework: what it trains in; ``--watch`` counts where it can watch a step.
+        search: what shows the operations of a step, except in PyTorch.
     """
 
     def __init__(
@@ -41,25 +43,39 @@ class WatchedRun:
         model: Any,
         path: Path,
         options: argparse.Namespace,
-        watch: int | None = None,
+        framework: Framework,
+        search: Search | None = None,
     ) -> None:
         self._path, self._options = path, options
         self._is_over, self._process = False, os.getpid()
+        self._is_broken = False  # whether the watch ended before the run
+        guard.add(self)
         self._advice: set[str] = set()  # that was printed on the way
         model = one_model(model)
         self._monitor = Monitor(scaler, model, options.every, path, tell=self._tell)
         self._watch: StepWatch | None = None
-        if watch is not None:
-            from gradscaler._run_script.step_watch import StepWatch  # imports PyTorch
+        self._proposes_watch = framework.has_watch and options.watch is None
+        if options.watch is None or not framework.has_watch:
+            return
+        if search is not None:
+            self._watch = StepWatch(options.watch, self._monitor, search)
+        elif framework.name == "torch":
+            from gradscaler._run_script.hooked_step_watch import HookedStepWatch  # imports PyTorch
 
-            self._watch = StepWatch(watch, self._monitor, model)
+            self._watch = HookedStepWatch(options.watch, self._monitor, model)
 
     def callback(self) -> Any:
         """A callback of Keras that records each step."""
         return self._monitor.callback()
 
+    def record(self, loss: Any, gradients: Mapping[str, Any], replay: Any = None) -> None:
+        """Record a step of a loop without a scaler, which is about to be applied."""
+        if self._watch is not None:
+            self._watch.stepping(list(gradients.values()))
+        self._monitor.record(loss=loss, gradients=gradients, replay=replay)
+
     def step_ended(self) -> None:
-        """Note that a scaler has ended a step, which it may have skipped."""
+        """Note that a step has ended, which a scaler may have skipped."""
         if self._watch is not None:
             self._watch.step_ended()
 
@@ -78,6 +94,10 @@ class WatchedRun:
         self._is_over = True
         self._monitor.leave_out(loss)
 
+    def break_off(self, _: str) -> None:
+        """Note that the monitor has ended, which the verdict says."""
+        self._is_broken = True
+
     def discard(self) -> None:
         """Close the file, and remove it."""
         self._close()
@@ -85,6 +105,7 @@ class WatchedRun:
 
     def _close(self) -> None:
         self._is_over = True
+        guard.remove(self)
         if self._watch is not None:
             self._watch.close()
         self._monitor.close()
@@ -92,13 +113,21 @@ class WatchedRun:
     def end(self) -> None:
         """Close the file, and print the verdict; a run without a step leaves no file."""
         self._close()
-        history, verdict = self._monitor.history, self._monitor.verdict
+        try:
+            history, verdict = self._monitor.history, self._monitor.verdict
+        except Exception:
+            if not self._is_broken:
+                raise
+            history = ()
+        if self._is_broken and not history:
+            say("no verdict, as the watch ended.", f"file:   {shown(self._path)}")
+            return
         steps = history[-1].step if history else 0
         if not history and verdict.kind == "normal":
             self._path.unlink(missing_ok=True)
             say_no_step(self._options)
         elif verdict.kind == "normal" and self._options.has_failed:
-            hint = _HINT.format(steps + 1) if self._watch is None else ""
+            hint = _HINT.format(steps + 1) if self._proposes_watch else ""
             say(f"the script ended after step {steps}.{hint}", f"file:   {shown(self._path)}")
         elif verdict.kind != "normal" or not is_quiet_rank():
             self._say_verdict(verdict, steps)
@@ -112,7 +141,7 @@ class WatchedRun:
         is_unseen = first.line is None or "--watch" in first.action  # as of compiled code
         is_unseen = is_unseen and first.kind in _OF_OPERATIONS
         is_open = first.kind in _OF_VALUES or is_unseen
-        is_made_before = is_open and bad > 1 and self._watch is None
+        is_made_before = is_open and bad > 1 and self._proposes_watch
         ranks = re.sub(r"\.rank\d+\.jsonl", ".rank*.jsonl", file)
         say(
             f"after {steps:,} step{'s' * (steps != 1)}{text}",

@@ -2,10 +2,9 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.support import programs
 from tests.support.marked_lines import lines_marked_in
 
 ROOT = Path(__file__).parents[3]
@@ -30,16 +29,10 @@ def test_the_terminal_looks_as_the_page_shows_it(tmp_path):
     (alone, watched) = shown
     assert watched == f"-m gradscaler run {alone}"
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    with subprocess.Popen(
-        [sys.executable, *watched.split()],
-        cwd=tmp_path,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    ) as process:
-        printed = process.stdout.read()
-    assert process.returncode == 0
+    own = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    done = programs.run(*watched.split(), cwd=tmp_path, env=own, is_one_stream=True)
+    assert done.returncode == 0
+    printed = done.stdout
     assert without_numbers(printed) == without_numbers(shown[watched])
     line = lines_marked_in(str(SCRIPT))("0 if both are the same point")
     assert printed.count(line) == shown[watched].count(line) == 2

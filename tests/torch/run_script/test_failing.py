@@ -1,17 +1,16 @@
 """What ``gradscaler run`` says of a training that fails, where it says it, and how it ends."""
 
 import signal
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from gradscaler.diagnose import read_run
+from tests.support import programs
 from tests.support.marked_lines import lines_marked_in
 
+RUN = "-m", "gradscaler", "run"
 FAILING = Path(__file__).with_name("failing.py")
 LINE = Path(lines_marked_in(str(FAILING))("fails")).name
 STOPPED = 3
@@ -35,19 +34,15 @@ def ended(tmp_path_factory):
     """The script after each way to end. A warning in it would be an error."""
     ways = *ENDS, "--stop", *LOOKS
     folders = {way: tmp_path_factory.mktemp("runs") / "inner" for way in ways}
-    line = [sys.executable, "-W", "error", "-m", "gradscaler", "run"]
     options = {"--stop": ["--stop"], "SIGINT": ["--watch", "30"], **LOOKS}
 
     def run(way):
-        command = *line, *options.get(way, ()), "-o", folders[way], "--", "failing.py", way
-        done = subprocess.run(
-            command, cwd=FAILING.parent, text=True, capture_output=True, check=False, timeout=120
-        )
+        command = *RUN, *options.get(way, ()), "-o", folders[way], "--", "failing.py", way
+        done = programs.run(*command, cwd=FAILING.parent, is_strict=True)
         (file,) = folders[way].iterdir()
         return Ended(done.returncode, done.stdout, done.stderr, file)
 
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(ways, pool.map(run, ways), strict=True))
+    return {way: run(way) for way in ways}
 
 
 def words(text):
@@ -145,11 +140,10 @@ print("trained")
 
 def test_a_forked_child_trains_on_and_says_nothing(tmp_path):
     (tmp_path / "forks.py").write_text(FORKS)
-    line = [sys.executable, "-W", "error", "-m", "gradscaler", "run", "forks.py"]
-    process = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert (process.returncode, process.stdout) == (0, "trained\n" * 2), process.stderr
-    assert process.stderr.count("gradscaler: ") == 1
-    assert "after 6 steps: None of 6 steps" in process.stderr
+    done = programs.run(*RUN, "forks.py", cwd=tmp_path, is_strict=True)
+    assert (done.returncode, done.stdout) == (0, "trained\n" * 2), done.stderr
+    assert done.stderr.count("gradscaler: ") == 1
+    assert "after 6 steps: None of 6 steps" in done.stderr
 
 
 PREPARES = """
@@ -212,10 +206,8 @@ MAKERS = {
 @pytest.mark.parametrize(("text", "maker"), MAKERS.values(), ids=MAKERS)
 def test_what_a_watched_step_shows_is_what_the_verdict_says(tmp_path, text, maker):
     (tmp_path / "script.py").write_text(text)
-    line = [sys.executable, "-m", "gradscaler", "run"]
-    options = {"text": True, "capture_output": True, "cwd": tmp_path, "timeout": 120}
     first, again = (
-        words(subprocess.run([*line, *watch, "script.py"], check=True, **options).stderr)
+        words(programs.run(*RUN, *watch, "script.py", cwd=tmp_path).stderr)
         for watch in ([], ["--watch", "6"])
     )
     assert "the same command with --watch 6 names what made it" in first
@@ -245,8 +237,6 @@ for batch in range(9):
 
 def test_a_watched_step_names_a_nan_that_the_script_leaves_out(tmp_path):
     (tmp_path / "script.py").write_text(LEFT_OUT)
-    line = [sys.executable, "-m", "gradscaler", "run", "--watch", "7", "script.py"]
-    done = subprocess.run(line, check=True, text=True, capture_output=True, cwd=tmp_path)
-    said = words(done.stderr)
+    said = words(programs.run(*RUN, "--watch", "7", "script.py", cwd=tmp_path).stderr)
     assert "step watched: no Inf or NaN reached a gradient; the latest: forward of" in said
     assert "div at script.py:9" in said.partition("gradscaler: after")[0]

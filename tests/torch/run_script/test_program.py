@@ -1,12 +1,21 @@
-"""A program under ``gradscaler run`` is as under ``python``: one process each, compared."""
+"""A program under ``gradscaler run`` is as under ``python``: one process each, compared.
+
+Two scripts import PyTorch in a process of their own: in one, scalers become ours, and in the other,
+trainings fail with and without one. All others run in forks of a process that has imported it.
+"""
 
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
+
+from gradscaler._run_script.files import RunFiles
+from gradscaler.diagnose import read_run
+from tests.support import programs
 
 PACKAGE = {
     "package/__init__.py": "",
@@ -74,15 +83,31 @@ def started(tmp_path):
     return start
 
 
-UNWATCHED = (
-    "gradscaler: this process did not import PyTorch or call Keras' fit, so there is no verdict.\n"
-)
+@pytest.fixture
+def trained(tmp_path):
+    """Runs a script that trains with PyTorch."""
+
+    def run(script, *arguments, under=("-m", "gradscaler", "run")):
+        (tmp_path / "script.py").write_text(textwrap.dedent(script))
+        done = programs.run(*under, "script.py", *arguments, cwd=tmp_path)
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+SECONDS = 300  # for a process that imports PyTorch, on a busy machine
+UNWATCHED = "gradscaler: no step of a training was seen in this process, so there is no verdict.\n"
 
 
 def ended(process):
     """The exit status, stdout, and stderr without the word at its end on what was not watched."""
-    out, error = process.communicate(timeout=60)
+    out, error = process.communicate(timeout=SECONDS)
     return process.returncode, out, error.removesuffix(UNWATCHED)
+
+
+def state_of(process):
+    """What Linux says of a process: R if it runs or could, S if it sleeps."""
+    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.mark.parametrize(("command", "script"), PROGRAMS.values(), ids=PROGRAMS)
@@ -111,7 +136,7 @@ def test_a_class_of_the_script_is_unpickled_in_a_spawned_process_that_nothing_wa
 )
 def test_what_cannot_be_run_is_said(started, command, status, says):
     process = started(command, "")
-    out, error = process.communicate(timeout=60)
+    out, error = process.communicate(timeout=SECONDS)
     assert (process.returncode, out) == (status, "")
     assert "no verdict" not in error
     assert says in error
@@ -127,7 +152,8 @@ def test_a_signal_ends_a_program_as_under_python(started, number):
     for under in (("-m", "gradscaler", "run"), ()):
         process = started(["script.py"], WAIT, under)
         process.stdout.readline()
-        time.sleep(0.2)  # until it waits
+        while state_of(process) != "S":  # its traceback names the line of sleep() alone
+            time.sleep(0.01)
         process.send_signal(number)
         ends.append(ended(process))
     assert ends[0] == ends[1]
@@ -135,7 +161,7 @@ def test_a_signal_ends_a_program_as_under_python(started, number):
 
 
 def test_a_program_without_pytorch_is_told_so(started):
-    assert started(["script.py"], "print(1)").communicate(timeout=60) == ("1\n", UNWATCHED)
+    assert started(["script.py"], "print(1)").communicate(timeout=SECONDS) == ("1\n", UNWATCHED)
 
 
 SCALERS = """
@@ -148,14 +174,18 @@ SCALERS = """
 """
 
 
-@pytest.mark.parametrize("imports", ["sys", "torch, sys"])
+@pytest.mark.parametrize("is_imported", [False, True])
 @pytest.mark.parametrize(
     "end", ["sys.exit(0)", "__import__('argparse').ArgumentParser().parse_args()"]
 )
-def test_a_script_that_ends_before_its_first_step_hears_no_word(started, imports, end):
-    process = started(["--", "script.py", "--help"], f"import {imports}\n{end}")
-    _, error = process.communicate(timeout=60)
-    assert (process.returncode, error) == (0, "")
+def test_a_script_that_ends_before_its_first_step_hears_no_word(started, trained, is_imported, end):
+    script = f"import sys\n{end}"
+    if is_imported:
+        code, _, error = trained(script, "--help")
+    else:
+        process = started(["--", "script.py", "--help"], script)
+        (_, error), code = process.communicate(timeout=SECONDS), process.wait()
+    assert (code, error) == (0, "")
 
 
 def test_scalers_become_ours_once_the_script_imports_pytorch(started, tmp_path):
@@ -164,6 +194,45 @@ def test_scalers_become_ours_once_the_script_imports_pytorch(started, tmp_path):
     assert (code, out) == (0, f"set() {ours}\n")
     assert "no optimizer of this process took a step" in error
     assert not (tmp_path / "gradscaler-runs").exists()
+
+
+FAILS = """
+    import torch
+    def train(scaler=None):
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            loss = (model(torch.randn(8, 4)) * (step < 3)).square().sum().sqrt()
+            optimizer.zero_grad()
+            if scaler:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                loss.backward()
+                optimizer.step()
+    train()
+    train(torch.amp.GradScaler("cpu"))
+"""
+
+
+def test_trainings_that_fail_are_told_once_the_script_imports_pytorch(started, tmp_path):
+    code, out, error = ended(started(["script.py"], FAILS))
+    assert (code, out) == (0, "")
+    _, plain, scaled = " ".join(error.split()).split("gradscaler: after 4 steps")
+    assert "as said above: The gradient of weight is NaN, by the gradient of sqrt at" in plain
+    assert "1 of 4 steps was skipped, in step 4 with NaN and no Inf in the gradient of" in scaled
+    runs = [read_run(file) for file in tmp_path.glob("gradscaler-runs/*.jsonl")]
+    assert sorted(bool(run.scales) for run in runs) == [False, True]
+
+
+def test_a_file_has_the_name_of_a_script_that_begins_after_pytorch_was_imported(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(sys, "argv", ["gradscaler"])
+    files = RunFiles(tmp_path)  # at the import of PyTorch
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    assert files.next().name.startswith("train-")
 
 
 NAN = """
@@ -181,8 +250,8 @@ for step in range(4):
 
 
 @pytest.mark.parametrize("end", ["sys.stderr = None", "sys.stderr = open('/dev/null', 'w')"])
-def test_what_a_script_does_with_its_stderr_hides_no_finding_and_holds_none(started, end):
-    code, out, error = ended(started(["script.py"], f"{NAN}\n{end}"))
+def test_what_a_script_does_with_its_stderr_hides_no_finding_and_holds_none(trained, end):
+    code, out, error = trained(f"{NAN}\n{end}")
     assert (code, out) == (0, "''\n" * 4)
     said = " ".join(error.split())
     assert said.count("by the gradient of sqrt at script.py:6") == 2
@@ -206,11 +275,10 @@ FRESH = """
 
 
 @pytest.mark.parametrize("every", [1, 8])
-def test_a_scaler_that_is_made_for_each_step_is_told(started, tmp_path, every):
-    process = started(["script.py"], FRESH.format(every=every))
-    _, said = process.communicate(timeout=60)
+def test_a_scaler_that_is_made_for_each_step_is_told(trained, tmp_path, every):
+    code, _, said = trained(FRESH.format(every=every))
     files = list(tmp_path.glob("gradscaler-runs/*.jsonl"))
-    assert process.returncode == 0
+    assert code == 0
     if every == 1:
         assert said.count("makes a new GradScaler for each step") == 2  # when it is seen, and last
         assert said.count("Make the scaler once, before the loop.") == 1
@@ -218,3 +286,34 @@ def test_a_scaler_that_is_made_for_each_step_is_told(started, tmp_path, every):
     else:  # such as one for each epoch, whose steps its own file shows
         assert "new GradScaler" not in said
         assert len(files) == 5
+
+
+THREADS = """
+    import threading
+    import torch
+    def train(number):
+        generator = torch.Generator().manual_seed(number)
+        for _ in range(30):
+            optimizers[number].zero_grad()
+            models[number](torch.randn(4, 8, generator=generator)).square().mean().backward()
+            optimizers[number].step()
+        all_alive.wait()
+    all_alive = threading.Barrier(4)
+    torch.manual_seed(0)
+    models = [torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Tanh()) for _ in range(4)]
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in models]
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(4)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    print([parameter.tolist() for model in models for parameter in model.parameters()])
+"""
+
+
+def test_trainings_in_threads_are_the_same_and_one_word_says_that_the_watch_ended(trained):
+    _, native, _ = trained(THREADS, under=())
+    code, out, error = trained(THREADS)
+    assert code == 0
+    assert out == native
+    assert error.count("the watch ended, and the training goes on: a second thread") == 1
+    assert "Nothing needs fixing" not in error
+    assert "Call loss.backward()" not in error

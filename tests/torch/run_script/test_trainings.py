@@ -1,43 +1,30 @@
 """Trainings of many kinds are the same to the bit under ``gradscaler run``."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from gradscaler.diagnose import read_run
+from tests.support import programs
+from tests.support.ranks import output_of
 
 SCRIPT = str(Path(__file__).with_name("trainings.py"))
 RUN = "-m", "gradscaler", "run"
-TORCHRUN = "-m", "torch.distributed.run", "--nproc-per-node", "2"
 
 
-def printed(*commands, cwd, variables=({}, {})):
-    """The lines that commands print, which run at the same time, and what is on their stderr."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, *command],
-            cwd=cwd,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **own},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for command, own in zip(commands, variables, strict=True)
-    ]
-    ended = [process.communicate(timeout=200) for process in started]
-    assert [process.returncode for process in started] == [0] * len(started), ended
-    return [(out.splitlines(), error) for out, error in ended]
+def lines_of(*processes):
+    """The lines that processes printed, each of which ended well."""
+    assert [done.returncode for done in processes] == [0] * len(processes), processes
+    return [line for done in processes for line in done.stdout.splitlines()]
 
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory):
     """The digests of all trainings with and without, and their files in order."""
     folder = tmp_path_factory.mktemp("trainings")
-    (ours, _), (theirs, _) = printed(("-W", "error", *RUN, SCRIPT), (SCRIPT,), cwd=folder)
+    ours = lines_of(programs.run(*RUN, SCRIPT, cwd=folder, is_strict=True))
+    theirs = lines_of(programs.run(SCRIPT, cwd=folder))
     files = sorted((folder / "gradscaler-runs").iterdir(), key=lambda file: file.stat().st_ctime)
     return ours, theirs, files
 
@@ -69,20 +56,39 @@ def test_several_models_have_the_names_of_variables(trainings):
     assert "critic.0.weight" in text
 
 
-def test_each_rank_of_torchrun_has_a_file(tmp_path):
-    port = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29671", "WORLD_SIZE": "2"}
-    ranks = [{**port, "RANK": rank} for rank in "01"]
-    theirs = printed(*2 * [(SCRIPT, "processes")], cwd=tmp_path, variables=ranks)
-    command = *TORCHRUN, "--master-port", "29672", *RUN, SCRIPT, "processes"
-    ((ours, said),) = printed(command, cwd=tmp_path, variables=[{}])
-    assert sorted(ours) == sorted(line for lines, _ in theirs for line in lines)
-    assert ours[0] != ours[1]
-    files = sorted((tmp_path / "gradscaler-runs").iterdir())
+@pytest.fixture
+def theirs(tmp_path):
+    """The lines of two ranks without."""
+    lines = lines_of(*programs.run_ranks(2, SCRIPT, "processes", cwd=tmp_path))
+    assert len(set(lines)) == 2
+    return lines
+
+
+def check_files(folder):
+    """Each of two ranks has a file of its own, with one name before the rank."""
+    files = sorted((folder / "gradscaler-runs").iterdir())
     first, second = (file.name.rpartition(".rank") for file in files)
     assert first[0] == second[0]
     assert (first[2], second[2]) == ("0.jsonl", "1.jsonl")
     starts = [json.loads(file.read_text().splitlines()[0]) for file in files]
     assert [start["rank"] for start in starts] == [0, 1]
     assert [read_run(file).num_steps for file in files] == [4, 4]
+    return files
+
+
+def test_each_rank_has_a_file_and_the_first_has_the_word(theirs, tmp_path):
+    ranks = programs.run_ranks(2, *RUN, SCRIPT, "processes", cwd=tmp_path)
+    assert lines_of(*ranks) == theirs
+    files = check_files(tmp_path)
+    said, nothing = (done.stderr for done in ranks)
     assert said.count("(rank 0): after 4 steps: ") == said.count("after 4 steps: ") == 1
     assert f"/{files[0].name.replace('rank0', 'rank*')} -o report.html" in said
+    assert "gradscaler" not in nothing
+
+
+@pytest.mark.rare("the test above starts ranks with the variables that torchrun sets")
+def test_each_rank_of_torchrun_has_a_file(theirs, tmp_path):
+    launch = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    printed = output_of(*launch, *RUN, SCRIPT, "processes", cwd=tmp_path)
+    assert sorted(printed.splitlines()) == sorted(theirs)
+    check_files(tmp_path)

@@ -149,6 +149,7 @@ def in_several_processes():
         optimizer.zero_grad()
         parallel(torch.randn(8, 4)).square().mean().backward()
         optimizer.step()
+    del parallel  # else it is last to hold the group, and its end may wait for a thread for ever
     torch.distributed.destroy_process_group()
     return model, optimizer
 

@@ -1,0 +1,154 @@
+"""Loops of Paddle and TensorPlay: backward passes, and the steps of optimizers."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Iterable, Iterator
+from functools import partial
+from importlib import import_module
+from typing import Any
+from weakref import WeakSet
+
+from gradscaler._run_script.after_init import after_init
+from gradscaler._run_script.runs import Runs
+from gradscaler._run_script.scaler_watch import ScalerWatch
+from gradscaler.diagnose._graph.guard import guarded
+from gradscaler.diagnose._graph.stand_ins import in_place_of
+from gradscaler.diagnose._locate.locate import seam_of
+from gradscaler.diagnose._monitor.models import one_model
+from gradscaler.diagnose._monitor.recorded_loop import Unscaled
+
+Optimizer = Any
+Tensor = Any
+_LOOP = 0  # the key of the loop without a scaler; others are the ids of scalers
+
+
+class BackwardLoops:
+    """Puts a monitor on each scaler, or on the loop of a process that uses none.
+
+    A run begins with the first step, or with the first scaled loss, after optimizers were made.
+
+    Args:
+        name: the framework's package, ``"paddle"`` or ``"tensorplay"``.
+        options: those of the command line.
+    """
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self._name, self._runs = name, Runs(name, options)
+        self._framework = sys.modules[name]
+        self._new: WeakSet[Optimizer] = WeakSet()  # made since the latest run began
+        self._known: list[Optimizer] = []  # of the latest run
+        self._names: dict[int, str] = {}  # of its parameters, by id
+        self._stepping = 0  # calls of step() that run
+        self._loss: Tensor | None = None  # of the latest backward pass
+        self._classes: set[type] = set()  # of optimizers, whose step is seen
+
+    def start(self) -> None:
+        """Watch this process from now on."""
+        is_paddle = self._name == "paddle"
+        kind = self._framework.optimizer if is_paddle else self._framework.optim
+        after_init(kind.Optimizer, self._see_optimizer)
+        adapter = import_module(f"gradscaler.{self._name}")
+        after_init(adapter.GradScaler, self._see_scaler)
+        backward, see = self._framework.Tensor.backward, guarded(self._see_loss)
+
+        @in_place_of(backward)
+        def seen(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+            see(loss)
+            return backward(loss, *args, **kwargs)
+
+        self._framework.Tensor.backward = seen
+
+    def _see_optimizer(self, optimizer: Optimizer) -> None:
+        """See the steps of an optimizer's class, and of those that it derives from."""
+        self._new.add(optimizer)
+        for kind in type(optimizer).__mro__:
+            if "step" in vars(kind) and kind not in self._classes:
+                self._classes.add(kind)
+                self._see_steps_of(kind)
+
+    def _see_steps_of(self, kind: Any) -> None:
+        step = kind.step
+        before, after = guarded(self._before_step), guarded(self._after_step)
+
+        @in_place_of(step)
+        def seen(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            before(optimizer)
+            try:
+                return step(optimizer, *args, **kwargs)
+            finally:
+                after(optimizer)
+
+        kind.step = seen
+
+    def _see_scaler(self, scaler: Any) -> None:
+        if not self._runs.is_off and scaler.observed.is_enabled:
+            begin, end = partial(self._begin_scaled, scaler), partial(self._end_step, id(scaler))
+            scaler.add_observer(ScalerWatch(begin, lambda _: None, end))
+
+    def _begin_scaled(self, scaler: Any) -> None:
+        if not self._runs.is_off and (self._new or id(scaler) not in self._runs.open):
+            self._begin(id(scaler), scaler)
+
+    def _end_step(self, key: int) -> None:
+        if key in self._runs.open:
+            self._runs.open[key].step_ended()
+
+    def _see_loss(self, loss: Tensor) -> None:
+        if not self._runs.is_off:
+            self._loss = loss.detach()
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        self._stepping += 1
+        is_scaled = any(key != _LOOP for key in self._runs.open)
+        if self._stepping > 1 or is_scaled or self._runs.is_off:
+            return
+        if self._new:
+            self._begin(_LOOP, None)
+        gradients = {
+            self._names.get(id(p), p.name): p.grad
+            for p in _parameters_of(optimizer)
+            if p.grad is not None
+        }
+        if _LOOP in self._runs.open and gradients:
+            self._runs.open[_LOOP].record(self._loss, gradients)
+            self._loss = None
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        self._stepping -= 1
+        if not self._stepping and _LOOP in self._runs.open:
+            self._runs.open[_LOOP].step_ended()
+
+    def _begin(self, key: int, scaler: Any) -> None:
+        """Begin a run of the optimizers that were made since the latest one, which ends."""
+        if self._new:
+            self._runs.end()
+            self._known = list(self._new)
+            self._new.clear()
+        model = self._model_of(self._known)
+        named = [] if model is None else model.named_parameters()
+        self._names = {id(parameter): name for name, parameter in named}
+        watched, of = (Unscaled(self._name), None) if scaler is None else (scaler, model)
+        self._runs.begin(key, watched, of, None if model is None else seam_of(model))
+
+    def _model_of(self, optimizers: Iterable[Optimizer]) -> Any:
+        """The model in memory that optimizers train; several by their classes' names."""
+        nn = self._framework.nn
+        base = getattr(nn, "Layer", None) or nn.Module
+        trained = {id(p) for each in optimizers for p in _parameters_of(each)}
+        every = [each for each in gc.get_objects() if issubclass(type(each), base)]
+        inner = {id(child) for each in every for child in each.children()}
+        outer = (each for each in every if id(each) not in inner)
+        found = [each for each in outer if any(id(p) in trained for p in each.parameters())]
+        if len(found) < 2:
+            return next(iter(found), None)
+        return one_model({f"{type(m).__name__}_{n}": m for n, m in enumerate(found)})
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The parameters that an optimizer holds, of whatever group."""
+    groups = getattr(optimizer, "param_groups", None) or optimizer._parameter_list or ()
+    for each in groups:  # Paddle's list has parameters, or groups of them
+        yield from each["params"] if isinstance(each, dict) else [each]

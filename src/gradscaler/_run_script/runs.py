@@ -1,0 +1,66 @@
+"""The runs of a process: each begins at a step, and all end with the process."""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import os
+from functools import partial
+from typing import Any
+
+from gradscaler._run_script.files import RunFiles
+from gradscaler._run_script.options import MOST_RUNS
+from gradscaler._run_script.step_watch import Search
+from gradscaler._run_script.termination import before_termination
+from gradscaler._run_script.voice import attempt, say
+from gradscaler._run_script.watched_run import WatchedRun
+from gradscaler.diagnose._findings.frameworks import framework_named
+from gradscaler.diagnose._graph.guard import guard
+
+
+class Runs:
+    """The runs of loops in one framework, by a key.
+
+    Args:
+        name: the framework's package.
+        options: those of the command line.
+    """
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self._name, self._options, self._files = name, options, RunFiles(options.folder)
+        self._process, self._num_left = os.getpid(), MOST_RUNS
+        self.open: dict[object, WatchedRun] = {}
+        guard.say = say
+        guard.add(self)
+
+    def break_off(self, _: str) -> None:
+        """Begin no more, as an error has ended those that were open."""
+        self._num_left = 0
+
+    @property
+    def is_off(self) -> bool:
+        """Whether this is a child that was forked."""
+        return os.getpid() != self._process
+
+    def begin(self, key: object, scaler: Any, model: Any, search: Search | None = None) -> None:
+        """Begin a run, unless there were enough; what it takes is what WatchedRun does."""
+        if not self._num_left:
+            return
+        self._num_left -= 1
+        self._options.is_watched = True
+        attempt(partial(before_termination, self.end))
+        attempt(partial(self._open, key, scaler, model, search))
+        atexit.unregister(self.end)
+        atexit.register(self.end)  # before monitors close by themselves
+
+    def _open(self, key: object, scaler: Any, model: Any, search: Search | None) -> None:
+        framework = framework_named(self._name, {})
+        given = scaler, model, self._files.next(), self._options, framework
+        self.open[key] = WatchedRun(*given, search)
+
+    def end(self) -> None:
+        """Close all files, and print the verdicts."""
+        if not self.is_off:
+            runs, self.open = self.open, {}
+            for run in runs.values():
+                attempt(run.end)

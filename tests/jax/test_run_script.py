@@ -1,0 +1,58 @@
+"""Loops of JAX under ``gradscaler run``: nothing changes, and a failure has its cause."""
+
+from pathlib import Path
+
+import pytest
+
+from gradscaler.diagnose import read_run
+from tests.support.scripts import alone, lines_of, watched
+
+SCRIPT = Path(__file__).with_name("loops.py")
+LINE = lines_of(SCRIPT, "sqrt", "log")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return alone(SCRIPT, tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    return watched(SCRIPT, tmp_path_factory.mktemp("watched"))
+
+
+@pytest.fixture(scope="module")
+def in_step_13(tmp_path_factory):
+    return watched(SCRIPT, tmp_path_factory.mktemp("step"), "--watch", "13")
+
+
+def test_parameters_and_states_are_the_same_to_the_bit(plain, ran, in_step_13):
+    assert plain == ran.printed == in_step_13.printed
+
+
+def test_each_function_that_takes_a_gradient_has_a_run_file_and_a_verdict(ran):
+    runs = [read_run(file) for file in ran.files]
+    assert [run.num_steps for run in runs] == [24] * 7
+    assert [run.bad_steps[0].step for run in runs if run.bad_steps] == [13] * 5
+    healthy, *_ = ran.verdicts
+    assert healthy.startswith("after 24 steps: None of 24 steps had a gradient of NaN or Inf.")
+
+
+def test_the_first_bad_step_names_operation_and_line(ran):
+    _, root, logarithm, batch, _, eager, _ = ran.verdicts
+    for verdict, name in ((root, "sqrt"), (logarithm, "log"), (eager, "sqrt")):
+        assert f"{name} at {SCRIPT}:{LINE[name]}" in verdict
+    assert "args[2] holds Inf or NaN" in batch
+
+
+def test_a_bad_loss_alone_loses_no_weights(ran):
+    verdict = ran.verdicts[6]
+    assert "the loss itself was NaN or Inf in step 13" in verdict
+    assert "first seen in log" in verdict
+
+
+def test_donated_arguments_are_gone_and_a_watched_step_has_copies(ran, in_step_13):
+    unknown, known = ran.verdicts[4], in_step_13.verdicts[4]
+    assert str(SCRIPT) not in unknown
+    assert "--watch 13 names what made it" in unknown
+    assert f"sqrt at {SCRIPT}:{LINE['sqrt']}" in known

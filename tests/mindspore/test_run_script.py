@@ -1,0 +1,35 @@
+"""Loops of MindSpore under ``gradscaler run``: nothing changes, and a failure has its cause."""
+
+from pathlib import Path
+
+import pytest
+
+from gradscaler.diagnose import read_run
+from tests.support.scripts import alone, lines_of, watched
+
+SCRIPT = Path(__file__).with_name("loops.py")
+LINE = lines_of(SCRIPT, "sqrt", "log")
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    return watched(SCRIPT, tmp_path_factory.mktemp("watched"))
+
+
+def test_weights_are_the_same_to_the_bit(ran, tmp_path):
+    assert alone(SCRIPT, tmp_path) == ran.printed
+
+
+def test_each_training_has_a_run_file_and_a_verdict(ran):
+    runs = [read_run(file) for file in ran.files]
+    assert [run.num_steps for run in runs] == [24] * 5
+    assert [run.bad_steps[0].step for run in runs if run.bad_steps] == [13] * 4
+    healthy, *_ = ran.verdicts
+    assert healthy.startswith("after 24 steps: None of 24 steps had a gradient of NaN or Inf.")
+
+
+def test_the_first_bad_step_names_operation_and_line(ran):
+    _, root, logarithm, batch, model = ran.verdicts
+    for verdict, name in ((root, "sqrt"), (logarithm, "log"), (model, "sqrt")):
+        assert f"{name} at {SCRIPT}:{LINE[name]}" in verdict
+    assert "holds Inf or NaN" in batch
