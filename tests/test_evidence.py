@@ -14,6 +14,7 @@ from benchmarks import evidence_page as page
 ROOT = Path(__file__).parents[1]
 
 pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
+RARE = pytest.mark.rare("each step of these rules is compared in tests/policies and torch/weights")
 
 
 @pytest.fixture
@@ -81,6 +82,7 @@ def test_the_sentences_about_bad_batches_hold(recorded):
         assert found[f"{policy}, 5 % Inf"] == found[f"{policy}, 5 % NaN"]
 
 
+@RARE
 def test_a_short_run_has_all_parts_of_the_page(recorded):
     short = evidence.Settings(1, weights=3, paths=2, scaling=3, overflow=30, bad_batches=10)
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as executor:
@@ -92,6 +94,7 @@ def test_a_short_run_has_all_parts_of_the_page(recorded):
     assert page.page(json.loads(json.dumps(results))).count("\n## ") == 7
 
 
+@RARE
 def test_fine_tuning_without_a_master_copy_loses_more_than_half():
     rows = evidence.weights(11, evidence.Settings(weights=100))
     exact = rows["float32, autocast"]["fell"]
@@ -116,6 +119,7 @@ def test_each_skip_halves_the_scale_and_the_first_scale_that_fits_is_used():
 
 
 @pytest.mark.parametrize("bad", ["20 % NaN", "5 % Inf"])
+@RARE
 def test_bad_batches_sink_pytorch_s_scale_and_not_amax_scale_s(bad):
     settings = evidence.Settings(bad_batches=400)
     sunk, kept = (

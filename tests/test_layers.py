@@ -48,19 +48,27 @@ TABLE = {
     "checkpoint": RULES | {"_atomic", "_formats", "_frameworks"},
     # The rooms of the diagnosis, from the ground up.
     "diagnose._record": RULES,
+    "diagnose._operations": {"diagnose._record"},
     "diagnose._gradients": RULES | {"diagnose._record"},
-    "diagnose._graph": {"gradscaler", "diagnose._record", "diagnose._gradients"},
-    "diagnose._locate": {"diagnose._record", "diagnose._gradients", "diagnose._graph"},
-    "diagnose._findings": RULES | {"diagnose._record", "diagnose._gradients"},
-    "diagnose._monitor": RULES | ROOMS | {"diagnose._locate", "diagnose._graph"},
+    "diagnose._graph": {"gradscaler", "diagnose._record", "diagnose._gradients"}
+    | {"diagnose._operations"},
+    "diagnose._seams": {"diagnose._record", "diagnose._gradients", "diagnose._graph"}
+    | {"diagnose._operations"},
+    "diagnose._locate": {"diagnose._record", "diagnose._gradients", "diagnose._graph"}
+    | {"diagnose._operations", "diagnose._seams"},
+    "diagnose._findings": RULES
+    | {"diagnose._record", "diagnose._gradients", "diagnose._operations"},
+    "diagnose._monitor": RULES
+    | ROOMS
+    | {"diagnose._locate", "diagnose._graph", "diagnose._operations", "diagnose._seams"},
     "diagnose.report": {"_atomic"} | ROOMS,
     "diagnose.simulate": RULES | ROOMS | {"diagnose.report"},
     "diagnose._logs": {"diagnose._record", "diagnose.report"},
     "diagnose": ROOMS | {"diagnose._locate", "diagnose._monitor"},
     "demo": {"_frameworks", "torch", "diagnose", "diagnose.report"},
     "_doctor": {"_frameworks", "gradscaler"},
-    "_run_script": {"torch", "diagnose"}
-    | {"diagnose._locate", "diagnose._graph", "diagnose._monitor"},
+    "_run_script": {"torch", "diagnose", "diagnose._record"}
+    | {"diagnose._locate", "diagnose._graph", "diagnose._findings", "diagnose._monitor"},
     "__main__": {"_atomic", "_doctor", "_frameworks", "_run_script", "gradscaler", "checkpoint"}
     | {"demo"}
     | {"diagnose", "diagnose.report", "diagnose.simulate", "diagnose._logs"},

@@ -7,6 +7,8 @@ import pytest
 
 from tests.conformance.replay import SCALES, STEPS, TRACES, TRAINING, network, replay
 
+pytestmark = pytest.mark.one_backend  # the rule is written once, by keras.ops
+
 on_framework = importlib.import_module(f"tests.conformance.on_{os.environ['GRADSCALER_FRAMEWORK']}")
 
 

@@ -11,7 +11,8 @@ from tests.support.watched import is_watched
 @pytest.fixture(autouse=True)
 def no_time_passes(monkeypatch):
     """Stop the clock: no step is watched because time is left for it."""
-    monkeypatch.setattr("gradscaler.diagnose._graph.budget.clock", lambda: 0.0)
+    for clock in ("clock", "processor_clock"):
+        monkeypatch.setattr(f"gradscaler.diagnose._graph.budget.{clock}", lambda: 0.0)
 
 
 @pytest.fixture

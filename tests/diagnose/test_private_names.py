@@ -15,16 +15,39 @@ ALLOWED = {
     "_param_groups",  # Paddle has no public names for these three
     "_parameter_list",
     "_get_tensor_from_selected_rows",
-    "_get_current_function_mode",  # without it, leaving ours might leave the user's
+    "_get_current_function_mode",  # without these, leaving ours might leave the user's
+    "_get_current_function_mode_stack",
+    "_pop_mode",
+    "_C",  # of DisableTorchFunction, in PyTorch's documents of how to extend it
+    "_push_mode",
+    "_GLOBAL_DEVICE_CONTEXT",  # the mode of the default device, below which PyTorch wants none
+    "_DummyThread",  # documented in threading, by what it does and not by its name
     "_current_frames",  # documented in sys, in spite of its underscore
     "_version",  # PyTorch's count of changes in place, which has no public name
+    "_backward_hooks",  # of its tensors, of which no public name tells whether there are any
     "_sequence_nr",  # of PyTorch's nodes, documented with its profiler
     "_input_metadata",  # the dtype and the shape of a node's result, which have no public name
     "_saved_exponent",  # these are tensors and numbers that a node keeps, documented by this form
     "_saved_other",
     "_base",  # of a view in PyTorch, which its documents of views name
+    "_grad_node",  # of a tensor in MindSpore, which has no public name for it
+    "_unique_id",  # of its nodes
+    "_pynative_executor",  # MindSpore's, whose methods begin and end each pass
+    "_C_ops",  # the operations of Paddle, which its own custom operators are found by
+    "_register_post_hook",  # of its nodes, which have no public hook that sees what they make
+    "_is_initialized",  # of its gradients
+    "_autograd",  # TensorPlay's functions that run a backward pass
+    "_raw_ptr",  # of its nodes: two objects may be one node
     "_schema",  # of PyTorch's operators, in its documents of custom operators
     "_foreach_norm",  # one pass over many tensors, as in PyTorch's own clipping
+    "_id",  # the number of a tensor or a handle in TensorFlow, which no other gets
+    "_gradient_function",  # TensorFlow's function whose frame holds the operation of a gradient
+    "_rng",  # TensorFlow's generator of operations' seeds, and the seed; both have a setter alone
+    "_seed",
+    "_value",  # of a variable in Keras, which `fit` empties on JAX
+    "_flatten_layers",  # of a layer in Keras, of whose layers it has no public list
+    "_random_generator",  # of a layer in tf_keras, which draws from it
+    "_generator",  # of that
     "_checks",  # modules of ours that every package uses
     "_atomic",
 }

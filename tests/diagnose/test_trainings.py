@@ -33,8 +33,10 @@ assert all(
 pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
 
 
+@pytest.mark.covering(1)  # both variants of a training get the same kind
 @pytest.mark.parametrize("variant", range(VARIANTS))
 @pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.some(75, "each kind has several trainings")
 def test_the_verdict_gives_cause_culprit_and_advice(name, variant, path):
     run, kind, where, advice = TRAININGS[name]
     setting = Setting(variant, path)

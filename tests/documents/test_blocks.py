@@ -129,6 +129,7 @@ def test_a_recipe_is_a_short_script_that_trains(line, code, tmp_path, monkeypatc
     assert set(reasons) <= {"finite", "overflow"}
 
 
+@pytest.mark.rare("tests/torch/distributed trains in such processes")
 @pytest.mark.parametrize("code", PROCESSES)
 def test_a_recipe_of_many_processes_runs_as_a_script(code, tmp_path):
     assert code.count("\n") < 40
@@ -189,6 +190,7 @@ def check_zeroed(scaler, model, monkeypatch):
     monkeypatch.setattr(scaler, "scale", checked)
 
 
+@pytest.mark.one_backend  # a block that is about one of them runs there, above
 def test_the_training_of_each_block_may_be_repeated(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "document"}

@@ -46,6 +46,7 @@ def texts_and_numbers(cell):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.some(1, "what they call has tests; one shows that notebooks run")
 @pytest.mark.usefixtures("own_random_numbers_and_one_thread")
 def test_a_notebook_holds_the_outputs_of_today(path, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # its outputs were made so, too

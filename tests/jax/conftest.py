@@ -3,12 +3,18 @@
 import os
 
 from tests.support import xla
+from tests.support.chosen import cover_values
 
 os.environ["XLA_FLAGS"] = xla.flags(devices=8)  # before JAX starts
 
 import jax
 import numpy as np
 import pytest
+
+
+def pytest_collection_modifyitems(items):
+    """Eager and compiled calls run the same code of ours; pairs find no more, and compile."""
+    cover_values(items, __file__)
 
 
 def _exact(tree):

@@ -15,6 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.parametrize("name", ["jax_linen", "jax_nnx", "jax_equinox"])
+@pytest.mark.some(1, "test_models.py has the models of these libraries")
 def test_the_small_examples_learn_and_skip_what_overflows(name, monkeypatch, capsys):
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
@@ -42,6 +43,7 @@ jax_sharded.main(steps=60)
 """
 
 
+@pytest.mark.rare("test_sharded.py compares such devices with one")
 def test_both_ways_to_shard_over_four_devices_learn_and_skip_alike():
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     command = [sys.executable, "-W", "error", "-c", SHARDED]

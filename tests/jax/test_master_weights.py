@@ -38,6 +38,7 @@ POLICY = DynamicScale(init_scale=2.0**10, growth_interval=3)
 
 narrow_dtypes = pytest.mark.parametrize("dtype", NARROW, ids=lambda dtype: dtype.__name__)
 every_store = pytest.mark.parametrize("store", STORES)
+a_store = pytest.mark.some(1, "a container sees a store's type alone")
 exact_stores = pytest.mark.parametrize("store", ["float32", "remainder16"])
 
 
@@ -302,6 +303,7 @@ def test_an_update_is_refused_by_a_float32_parameter():
 
 @narrow_dtypes
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.some(4, "the wrapper calls each in one way; the tests below step four others")
 def test_masters_have_the_bits_of_float32_parameters(name, dtype, exact):
     cast, theirs, bare = casting(dtype), wide_params(), OPTIMIZERS[name]()
     wrapped, mine, state = started(OPTIMIZERS[name](), dtype=dtype)
@@ -317,6 +319,7 @@ def test_masters_have_the_bits_of_float32_parameters(name, dtype, exact):
 
 
 @pytest.mark.parametrize("name", SOME)
+@pytest.mark.some(2, "the wrapper calls each in one way")
 def test_bfloat16_and_a_remainder_have_the_bits_of_float32_parameters(name, exact):
     wrapped, mine, state = started(OPTIMIZERS[name](), "remainder16", jnp.bfloat16)
     reference, theirs, inner = started(OPTIMIZERS[name](), "float32", jnp.bfloat16)
@@ -331,6 +334,7 @@ def test_bfloat16_and_a_remainder_have_the_bits_of_float32_parameters(name, exac
 
 
 @pytest.mark.parametrize("name", SOME)
+@pytest.mark.some(2, "the wrapper calls each in one way")
 def test_float16_and_a_remainder_follow_float32_parameters_to_2_to_the_minus_38(name):
     wrapped, mine, state = started(OPTIMIZERS[name](), "remainder16")
     reference, theirs, inner = started(OPTIMIZERS[name]())
@@ -551,6 +555,7 @@ def test_optax_s_tree_functions_find_its_state():
 
 
 @every_store
+@a_store
 def test_it_runs_inside_a_scan(store, exact):
     wrapped, params, state = started(optax.adamw(0.01), store)
     step = stepping(wrapped)
@@ -625,6 +630,7 @@ def test_replicas_inside_shard_map_draw_alike():
 
 
 @every_store
+@a_store
 def test_flax_s_train_state_holds_it(store, exact):
     from flax.training.train_state import TrainState
 
@@ -644,6 +650,7 @@ def test_flax_s_train_state_holds_it(store, exact):
 
 
 @every_store
+@a_store
 def test_an_nnx_optimizer_holds_it(store, exact):
     from flax import nnx
 
@@ -684,6 +691,7 @@ def test_an_nnx_optimizer_holds_it(store, exact):
 
 
 @every_store
+@a_store
 def test_the_arrays_of_an_equinox_model_take_its_updates(store, exact):
     import equinox as eqx
 
@@ -710,6 +718,7 @@ def test_the_arrays_of_an_equinox_model_take_its_updates(store, exact):
 
 
 @every_store
+@a_store
 def test_a_checkpoint_of_flax_continues_bit_for_bit(store, exact):
     wrapped, params, state = started(optax.adamw(0.01), store)
     step = stepping(wrapped)
@@ -725,6 +734,7 @@ def test_a_checkpoint_of_flax_continues_bit_for_bit(store, exact):
 
 
 @every_store
+@a_store
 def test_a_checkpoint_of_orbax_continues_bit_for_bit(store, tmp_path, exact):
     import orbax.checkpoint as ocp
 

@@ -54,6 +54,7 @@ def pairs(*trees):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.some(5, "the wrapper calls each in one way")
 @settings(max_examples=4)
 @given(overflows=st.lists(st.booleans(), min_size=6, max_size=6))
 def test_it_steps_like_the_bare_optimizer_and_skips_what_overflows(name, overflows, exact):

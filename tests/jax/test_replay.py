@@ -5,10 +5,12 @@ import math
 import os
 from types import SimpleNamespace
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from gradscaler import DynamicScale, FixedScale
 from gradscaler.diagnose import Monitor, read_run
@@ -149,6 +151,55 @@ def test_overflows_that_a_lower_scale_cures_are_not_replayed(path):
     assert skipped
     assert result.replayed == []
     assert result.verdict.kind == "normal"
+
+
+@pytest.mark.parametrize("knows", [("loss",), ()], ids=str)
+def test_a_nan_of_unknown_gradients_is_replayed_when_it_comes_again(knows, path):
+    batches = [GOOD, GOOD, GOOD, ZEROS] * 3
+    result = trained(root_of_zero, batches, path, knows=knows, policy=DynamicScale())
+    assert result.replayed == [8]
+    assert result.verdict.kind == "nan"
+    assert f"by the gradient of sqrt at {line_in(root_of_zero)}" in result.verdict.text
+
+
+def test_skips_that_growth_explains_are_replayed_once_at_most_though_gradients_are_unknown(path):
+    policy = DynamicScale(init_scale=2.0**20, growth_interval=4)
+    result = trained(sum_of_products, [0.001] * 40, path, knows=("loss",), policy=policy)
+    assert sum(step.skipped for step in result.monitor.history) > 4
+    assert result.replayed == [2]  # the scale started too large
+    assert result.verdict.kind == "normal"
+
+
+def test_unknown_gradients_that_are_never_finite_are_told_in_the_second_step(path):
+    result = trained(root_of_zero, [ZEROS] * 2, path, knows=["loss"], policy=DynamicScale())
+    assert result.replayed == [2]
+    assert f"the gradient of sqrt at {line_in(root_of_zero)}" in result.verdict.text
+
+
+@pytest.mark.parametrize("library", ["equinox", "nnx"])
+@pytest.mark.parametrize("is_whole", [False, True], ids=["gradients", "step"])
+def test_the_transformations_of_equinox_and_nnx_are_replayed(library, is_whole):
+    model, transform = {
+        "equinox": (eqx.nn.MLP(4, 1, 4, 1, key=jax.random.key(0)), eqx.filter_value_and_grad),
+        "nnx": (nnx.Linear(4, 1, rngs=nnx.Rngs(0)), nnx.value_and_grad),
+    }[library]
+    apply = jax.vmap if library == "equinox" else lambda model: model
+
+    def loss_of(model, inputs):
+        return jnp.sqrt((apply(model)(inputs) * 0) ** 2).mean()  # MADE
+
+    def step(model, inputs):
+        loss, gradients = transform(loss_of)(model, inputs)
+        if library == "equinox":
+            return loss, eqx.apply_updates(model, gradients)
+        nnx.update(model, jax.tree.map(jnp.add, nnx.state(model), gradients))
+        return loss
+
+    monitor = Monitor(GradScaler(), on_stuck="continue")
+    replayed = step if is_whole else transform(loss_of)
+    for _ in range(2):
+        monitor.record(finite=False, loss=1.0, replay=lambda: (replayed, model, jnp.ones((8, 4))))
+    assert f"the gradient of sqrt at {line_in(loss_of)}" in monitor.verdict.text
 
 
 def test_a_replay_that_shows_nothing_is_tried_three_times_and_blames_nothing(path):

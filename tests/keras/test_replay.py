@@ -1,4 +1,4 @@
-"""``Monitor.record(replay=)`` of Keras on JAX and on PyTorch."""
+"""``Monitor.record(replay=)`` of Keras on JAX, as of JAX: a function and its arguments."""
 
 from pathlib import Path
 
@@ -20,8 +20,14 @@ def log_of_0(inputs):
 LINE = f"{Path(__file__).relative_to(Path.cwd())}:{log_of_0.__code__.co_firstlineno + 1}"
 
 
-def on_jax(model):
+@pytest.mark.skipif(BACKEND != "jax", reason="of JAX")
+def test_the_verdict_names_the_operation_and_the_user_s_line():
     import jax
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    model.add(keras.layers.Lambda(log_of_0))
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    monitor = Monitor(optimizer, model, on_stuck="continue")
 
     def loss_of(trainable, others):
         return (model.stateless_call(trainable, others, INPUTS)[0] ** 2).mean()
@@ -30,23 +36,7 @@ def on_jax(model):
         variables = model.trainable_variables, model.non_trainable_variables
         return loss_of, *([variable.value for variable in each] for each in variables)
 
-    return jax.jit(loss_of)(*replay()[1:]), replay
-
-
-def on_torch(model):
-    def closure():
-        return (model(INPUTS) ** 2).mean()
-
-    return closure().detach(), lambda: (model, closure)
-
-
-@pytest.mark.skipif(BACKEND == "tensorflow", reason="nothing replays TensorFlow's graphs")
-def test_the_verdict_names_the_operation_and_the_user_s_line():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
-    model.add(keras.layers.Lambda(log_of_0))
-    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1))
-    monitor = Monitor(optimizer, model, on_stuck="continue")
-    loss, replay = {"jax": on_jax, "torch": on_torch}[BACKEND](model)
+    loss = jax.jit(loss_of)(*replay()[1:])
     for _ in range(20):
         monitor.record(finite=False, loss=loss, replay=replay)
     assert f"makes 24 Inf in float32, by log at {LINE}" in monitor.verdict.text

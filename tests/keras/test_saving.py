@@ -163,6 +163,7 @@ assert "gradscaler" not in sys.modules
 """
 
 
+@pytest.mark.one_backend  # a file is the same on each
 def test_a_file_of_ours_names_what_to_import_and_loads_without_it(tmp_path):
     trained(LossScaleOptimizer, "Nadam", 2).save(tmp_path / "model.keras")
     command = [sys.executable, "-W", "ignore", "-c", LOAD, str(tmp_path / "model.keras")]

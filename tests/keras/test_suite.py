@@ -73,6 +73,7 @@ def found(tmp_path_factory):
     return done.stdout + done.stderr
 
 
+@pytest.mark.one_backend  # test_against_native.py compares with the wrapper on each
 def test_keras_tests_of_its_wrapper_pass_with_our_class(found):
     assert PASSED.search(found), found
     ((passed, made),) = re.findall(r"LossScaleOptimizerTest: (\d+) passed, (\d+) made", found)
@@ -80,6 +81,7 @@ def test_keras_tests_of_its_wrapper_pass_with_our_class(found):
     assert int(made) >= int(passed)
 
 
+@pytest.mark.one_backend
 @pytest.mark.skipif(BACKEND == "torch", reason="Keras tests sparse gradients on the others")
 def test_keras_tests_of_sparse_gradients_pass_with_our_class(found):
     assert "OptimizerSparseTest: 2 passed, 3 made" in found, found

@@ -11,6 +11,8 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.dataset import NumpySlicesDataset
 
+from tests.support.chosen import cover_values
+
 INF = float("inf")
 MODES = {"pynative": mindspore.PYNATIVE_MODE, "graph": mindspore.GRAPH_MODE}
 OPTIMIZERS = {
@@ -22,6 +24,11 @@ OPTIMIZERS = {
         parameters, learning_rate=0.1, weight_decay=0.1
     ),
 }
+
+
+def pytest_collection_modifyitems(items):
+    """Each mode and each optimizer runs the same code of ours; pairs of them find nothing more."""
+    cover_values(items, __file__)
 
 
 class Line(nn.Cell):

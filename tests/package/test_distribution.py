@@ -57,12 +57,13 @@ def metadata(built):
 
 
 def files(folder):
-    """The files of a folder that belong in a distribution: no caches."""
+    """The files of a folder that belong in a distribution: no caches, and no built reference."""
     found = (ROOT / folder).rglob("*")
+    built = ROOT / "docs" / "reference"  # maybe meanwhile, by the task that builds the site
     return {
         path.relative_to(ROOT / folder).as_posix()
         for path in found
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and "__pycache__" not in path.parts and built not in path.parents
     }
 
 

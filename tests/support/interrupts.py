@@ -1,23 +1,64 @@
-"""Interrupts a call at each place in it."""
+"""Interrupts a call at its lines: at some of them in ``make test``, at all in ``make test-all``."""
 
-import itertools
+import gc
+import inspect
+import sys
+from contextlib import contextmanager
+from itertools import count
 
-import pytest
+from tests.support.chosen import sample
+
+# The trainings that interrupt one call try some 100 of its 200 lines in a day.
+PLACES_A_DAY = 10
+
+
+@contextmanager
+def watching(see, is_traced):
+    """Call ``see`` with the place, at each line and return of traced code; it may raise.
+
+    Python ignores an exception at the end of a generator that the collector finishes. What a
+    constructor returns is its caller's, as soon as it is made.
+    """
+    is_raising = False
+
+    def trace(frame, event, _):
+        nonlocal is_raising
+        code = frame.f_code
+        if not is_traced(code):
+            return None
+        is_left_out = is_raising or code.co_flags & inspect.CO_GENERATOR
+        returns = event == "return" and not is_left_out and code.co_name != "__init__"
+        is_raising = event == "exception"
+        if event == "line" or returns:
+            see((code.co_filename, frame.f_lineno, event))
+        return trace
+
+    before = sys.gettrace()
+    gc.disable()  # it would call what watches earlier trainings, and ignore the interrupt there
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+        gc.enable()
+
+
+def interrupting(moment, is_traced):
+    """Raise KeyboardInterrupt at one moment: the number of an event that :func:`watching` sees."""
+    numbers = count()
+
+    def see(_):
+        if next(numbers) == moment:
+            raise KeyboardInterrupt
+
+    return watching(see, is_traced)
 
 
 def moments(seen, places=None):
-    """The first time and the last of each place, as numbers of events in ``seen``."""
+    """The first time and the last of each place, as numbers of events in ``seen``.
+
+    Of these, ``make test`` takes the first, the last, and some of those between.
+    """
     last = {each: number for number, each in enumerate(seen) if not places or each in places}
-    return sorted({*map(seen.index, last), *last.values()})
-
-
-def interrupt(moment, call, each_event):
-    """Raise KeyboardInterrupt at one moment of a call, whose events ``each_event`` looks at."""
-    events = itertools.count()
-
-    def look(_):
-        if next(events) == moment:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        each_event(look, call)
+    first, *between, end = sorted({*map(seen.index, last), *last.values()})
+    return [first, *sample(between, PLACES_A_DAY), end]

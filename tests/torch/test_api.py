@@ -1,8 +1,6 @@
 """The surface of torch.amp.GradScaler where it is PyTorch's alone: defaults, and devices."""
 
 import inspect
-import subprocess
-import sys
 from unittest.mock import Mock
 
 import numpy as np
@@ -10,6 +8,7 @@ import pytest
 import torch
 
 from gradscaler.torch import GradScaler
+from tests.support import programs
 
 
 def test_parameters_have_torch_s_order_and_defaults_but_for_the_device():
@@ -51,13 +50,13 @@ def test_a_scale_in_place_of_the_device_is_refused(scale):
         GradScaler(scale)
 
 
-def test_torch_s_class_replaced_by_hand_before_fsdp_is_an_error_that_names_install():
+def test_torch_s_class_replaced_by_hand_before_fsdp_is_an_error_that_names_install(tmp_path):
     code = (
         "import torch.amp.grad_scaler, gradscaler.torch as ours\n"
         "torch.amp.GradScaler = torch.amp.grad_scaler.GradScaler = ours.GradScaler\n"
         "ours.ShardedGradScaler"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    result = programs.run("-c", code, cwd=tmp_path)
     assert "ImportError: torch.amp.GradScaler was replaced" in result.stderr
     assert "gradscaler.torch.install()" in result.stderr
 

@@ -21,6 +21,7 @@ def train(photographs, mode, seed=0, steps=3):
     return _training.train(mode, photographs, seed, steps, lambda loss: None)
 
 
+@pytest.mark.rare("the example in tests/examples learns with loss scaling only, too")
 @pytest.mark.usefixtures("own_random_numbers_and_one_thread")
 def test_fp16_flushes_gradients_and_learns_nothing_and_with_gradscaler_as_much_as_fp32(photographs):
     fp32, fp16, scaled = (train(photographs, mode, steps=150) for mode in _training.MODES)

@@ -34,6 +34,7 @@ def soon_growing(device, growth_interval, enabled):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="runs are forked")
+@pytest.mark.rare("tests/examples kills this script in a save, and compares its file")
 def test_a_run_killed_again_and_again_ends_with_the_bits_of_an_uninterrupted_one(tmp_path):
     from tests.support.eager import library  # not found where this file runs as a script
 

@@ -1,12 +1,12 @@
 """The mechanism of the reinforcement learning example, on other seeds than its page's."""
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.support import programs
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "torch_rl.py"
 spec = importlib.util.spec_from_file_location("torch_rl", SCRIPT)
@@ -17,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
 
 
 @pytest.mark.parametrize("seed", [11, 12, 13])
+@pytest.mark.some(1, "a fault moves the paths of each seed")
 def test_the_paths_differ_at_least_four_times_less_in_fp16_than_in_bf16(seed):
     fp16, bf16 = (
         list(torch_rl.train(dtype, steps=8, seed=seed)) for dtype in (torch.float16, torch.bfloat16)
@@ -77,6 +78,7 @@ def test_a_batch_without_a_useful_group_takes_no_step_and_leaves_the_scale(monke
     assert not updates
 
 
+@pytest.mark.rare("each of its parts is tested above, and skips are tested in tests/eager")
 def test_it_learns_while_the_scale_falls_and_recovers():
     steps = list(torch_rl.train(torch.float16, steps=60, seed=14))
     early, late = steps[:10], steps[-10:]
@@ -89,10 +91,10 @@ def test_it_learns_while_the_scale_falls_and_recovers():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_it_runs_as_a_script(dtype):
-    command = [sys.executable, "-W", "error", SCRIPT, "--dtype", dtype]
-    command += ["--steps", "3", "--every", "2", "--seed", "11"]
-    result = subprocess.run(command, capture_output=True, text=True)
+@pytest.mark.some(1, "the tests above train with both")
+def test_it_runs_as_a_script(dtype, tmp_path):
+    command = [SCRIPT, "--dtype", dtype, "--steps", "3", "--every", "2", "--seed", "11"]
+    result = programs.run(*command, cwd=tmp_path, is_strict=True)
     assert (result.returncode, result.stderr) == (0, "")
     header, *rows = result.stdout.splitlines()
     assert [row.split()[0] for row in rows] == ["2", "all"]

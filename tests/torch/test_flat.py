@@ -486,3 +486,23 @@ def test_a_layout_that_changes_afterwards_changes_no_step(change, set_to_none, o
         if flat is not None:
             flat.remove()
     torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-6)
+
+
+def test_another_optimizer_s_loss_may_change_the_buffer_after_unscaling():
+    """Gradients in one buffer share a count of changes, and one of them is not changed."""
+    one, other = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    flat = flat_gradients(torch.nn.ParameterList([one, other]))
+    optimizers = [torch.optim.SGD([parameter], lr=1.0) for parameter in (one, other)]
+    scaler = GradScaler("cpu")
+    (one.sum() + other.sum()).backward()  # both are in the buffer
+    assert one.grad._base is other.grad._base is not None
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=False)
+    scaler.scale(one.sum()).backward()
+    scaler.unscale_(optimizers[0])
+    scaler.scale(other.sum()).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+        assert scaler.last_step(optimizer).applied
+    assert torch.equal(torch.cat([one.detach(), other.detach()]), torch.zeros(6))
+    flat.remove()

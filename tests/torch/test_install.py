@@ -1,18 +1,20 @@
 """install(): what torch.amp.GradScaler(...) makes, wherever and whenever it was imported."""
 
+import contextlib
 import copy
 import importlib
 import inspect
 import itertools
 import pickle
-import subprocess
 import sys
 
 import pytest
 import torch
 from torch.amp import GradScaler as ImportedBefore
 
-from gradscaler.torch import GradScaler, install, scaler, uninstall
+from gradscaler import CallOrderError
+from gradscaler.torch import GradScaler, _install, install, scaler, uninstall
+from tests.support import programs
 
 DEPRECATED = {"cuda": torch.cuda.amp.GradScaler, "cpu": torch.cpu.amp.GradScaler}
 
@@ -212,7 +214,7 @@ def test_a_class_with_a_new_of_its_own_is_left_as_it_is(cls, monkeypatch):
     assert is_torch_s(torch.amp.GradScaler("cpu"))
 
 
-def test_a_release_without_the_old_classes_will_do():
+def test_a_release_without_the_old_classes_will_do(tmp_path):
     code = """
 import torch
 del torch.cuda.amp.GradScaler, torch.cpu.amp.GradScaler
@@ -221,7 +223,7 @@ with install():
     assert type(torch.amp.GradScaler("cpu")) is GradScaler
 assert type(torch.amp.GradScaler("cpu")) is torch.amp.GradScaler
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    result = programs.run("-c", code, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
 
 
@@ -242,3 +244,25 @@ def test_a_missing_engine_raises_and_names_its_package(call, engine, package, mo
     message = rf"install\('{engine}'\) needs {package}, and {engine}[\w.]* is not installed"
     with pytest.raises(ModuleNotFoundError, match=message):
         call(engine)
+
+
+@pytest.mark.parametrize("is_watched", [False, True], ids=["installed", "under gradscaler run"])
+def test_under_gradscaler_run_a_scaled_loss_after_unscale_is_applied_as_by_torch_s(
+    is_watched, monkeypatch
+):
+    """A watched script must end as it does without."""
+    monkeypatch.setattr(_install._OF_TORCH, "raises_as_theirs", is_watched)
+    weights = []
+    for context in (contextlib.nullcontext, install):
+        with context():
+            scaler = torch.amp.GradScaler("cpu")
+        parameter = torch.nn.Parameter(torch.zeros(()))
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        scaler.scale(parameter * 1.0).backward()
+        scaler.unscale_(optimizer)
+        scaler.scale(parameter * 1.0).backward()
+        refused = isinstance(scaler, GradScaler) and not is_watched
+        with pytest.raises(CallOrderError) if refused else contextlib.nullcontext():
+            scaler.step(optimizer)
+        weights.append(parameter.item())
+    assert weights == [-(1 + 2.0**16), -(1 + 2.0**16) if is_watched else 0]

@@ -35,6 +35,13 @@ def test_the_norm_is_that_of_float64(shapes):
     assert norm.item() == pytest.approx(exact, rel=1e-6)
 
 
+@pytest.mark.parametrize("size", [1, 2**16 - 1, 2**16, 2**16 + 1, 2**18 + 5])
+def test_the_last_element_counts(size):
+    tensor = torch.zeros(size)
+    tensor[-1] = 3.0
+    assert norm_on_cpu(torch, [tensor]).item() == 3.0
+
+
 LARGEST_ERROR = {
     "one of 17 million": [(2**24 + 5,)],
     "64 of 2^16 - 1": [(2**16 - 1,)] * 64,

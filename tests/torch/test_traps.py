@@ -37,11 +37,11 @@ def test_a_scaled_float16_loss_is_not_cast_to_float16():
 
 def test_no_norm_is_measured_again_after_another_loss_and_an_error():
     """The flags of the first loss say nothing of the second's."""
-    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter, other = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     optimizer, scaler = torch.optim.SGD([parameter]), GradScaler(init_scale=64.0)
     scaler.scale(parameter.sum()).backward()
     scaler.clip_grad_norm_(optimizer, 1.0)
-    scaler.scale(parameter.sum()).backward()
+    scaler.scale(other.sum()).backward()  # one of the same parameter would mix their gradients
     with pytest.raises(TypeError, match="surprise"):
         scaler.step(optimizer, surprise=True)
     with pytest.raises(CallOrderError, match="before the latest loss was scaled"):

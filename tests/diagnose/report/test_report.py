@@ -117,6 +117,7 @@ def test_the_headlines_are_those_of_all_kinds():
 
 
 @pytest.mark.parametrize("kind", HEADLINES)
+@pytest.mark.some(6, "their words are compared above")
 def test_each_verdict_comes_first(page_of, made_up_run, kind):
     level, headline = HEADLINES[kind]
     skips = 0 if kind == "normal" else 3  # those of a made-up run have a loss of NaN
@@ -303,6 +304,7 @@ def test_the_picture_grows_with_the_names_it_shows(path, made_up_run):
     assert heights[0] <= heights[1] <= heights[2] < 3000
 
 
+@pytest.mark.covering(1)  # both are drawn from the same figure
 @pytest.mark.parametrize("samples", [0, 1, 2000])  # test_bounds.py draws more
 @pytest.mark.parametrize("suffix", [".html", ".png"])
 def test_any_number_of_samples_can_be_drawn(tmp_path, made_up_run, samples, suffix):
@@ -446,7 +448,8 @@ def test_numbers_are_short(value, text):
 
 
 @pytest.mark.parametrize(
-    ("share", "text"), [(0.0, "0%"), (1e-9, "<0.1%"), (0.1234, "12.3%"), (1.0, "100.0%")]
+    ("share", "text"),
+    [(0.0, "0%"), (1e-9, "<0.1%"), (0.001, "0.1%"), (0.1234, "12.3%"), (1.0, "100.0%")],
 )
 def test_only_zero_is_shown_as_0_percent(share, text):
     shares = [run_files.shares(value, 0.0, 0.0, 0.0, 0.0, 0.0) for value in (0.5, share)]

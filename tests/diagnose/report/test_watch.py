@@ -101,7 +101,7 @@ class Terminal:
     def interrupt(self):
         """Ctrl-C, as the terminal turns it into a signal; returns the exit status."""
         os.write(self._screen, b"\x03")
-        status = self.process.wait(30)
+        status = self.process.wait(60)
         while select.select([self._screen], [], [], 0.1)[0]:
             self._read()
         return status
@@ -217,7 +217,7 @@ def test_another_signal_to_end_leaves_the_terminal_as_it_was_too(open_terminal, 
     terminal = open_terminal()
     terminal.wait_for("gradient norm")
     terminal.process.send_signal(signal.SIGTERM)
-    assert terminal.process.wait(30) == 143
+    assert terminal.process.wait(60) == 143
     terminal.interrupt()
     after = terminal.output[terminal.output.rindex("gradient norm") :]
     assert LEAVE in after
@@ -249,6 +249,15 @@ def test_no_line_is_wider_than_the_terminal_and_no_letter_controls_it(
         lines = console.file.getvalue().split("\n")
         assert all(cell_len(line) <= columns for line in lines)
         assert all(line.isprintable() for line in lines)
+
+
+def test_a_follower_reads_a_file_again_that_lost_its_last_lines(path):
+    append(path, start(), sample(1))
+    follower, whole = RunFollower(path, Run), path.stat().st_size
+    append(path, sample(2), sample(3))
+    assert follower.read().num_steps == 3
+    os.truncate(path, whole)
+    assert follower.read().num_steps == 1
 
 
 def test_a_follower_reads_what_a_reader_does_each_line_once(path):

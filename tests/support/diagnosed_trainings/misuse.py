@@ -47,6 +47,29 @@ def clipped_while_scaled(setting: Setting) -> None:
 
 
 @training("misuse", None, r"unscale_\(optimizer\)")
+def another_loss_after_unscaling(setting: Setting) -> None:
+    """A generator's, which reaches the discriminator, whose step is still to come."""
+    generator, discriminator = mlp(16, 32, 4), mlp(4, 32, 1)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-7) for m in (discriminator, generator)]
+    scaler = GradScaler("cpu")
+    scaler._allows_mixed = True  # as a script's scaler under `gradscaler run`
+    setting.monitor(scaler, nn.ModuleDict({"d": discriminator, "g": generator}))
+    for _ in range(setting.pick(20, 40, 110)):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = discriminator(generator(torch.randn(32, 16)).detach()).square().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizers[0])
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = (discriminator(generator(torch.randn(32, 16))) - 1).square().mean()
+        scaler.scale(loss).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+
+
+@training("misuse", None, r"unscale_\(optimizer\)")
 def clipped_while_scaled_in_a_short_run(setting: Setting) -> None:
     """As in a first try, which ends before step ``every``."""
     model = mlp(16, 32, 1)

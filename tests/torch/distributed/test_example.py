@@ -64,6 +64,7 @@ def content(folder):
     return tensors, {name: checkpoint[name] for name in ("scaler", "step", "skipped")}
 
 
+@pytest.mark.rare("the example of one process in tests/examples learns with loss scaling only, too")
 def test_two_processes_learn_only_with_loss_scaling(ranks):
     scaled = run(ranks, 2, 100, skipping=False)
     unscaled = run(ranks, 2, 50, "--no-scaling", skipping=False)
@@ -96,6 +97,7 @@ def test_other_numbers_of_processes_take_the_same_next_step(ranks, tmp_path):
             torch.testing.assert_close(tensors[name], expected[name], rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.rare("the other tests of this file train, save and resume it in ranks of their own")
 def test_it_runs_by_torchrun_and_goes_on_with_three_processes_and_one(ranks, tmp_path):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launch, SCRIPT, "--steps", "2", "--checkpoint", "run"]
