@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import nox
+from nox.command import CommandFailed
 
 Task = TypeVar("Task", bound=Callable[[nox.Session], None])
 
@@ -192,7 +193,23 @@ def run_tests(session: nox.Session, framework: str, part: str, **switches: str) 
     """Run doctests and tests with one framework; warnings are errors."""
     options = session.posargs or [*IN_PARALLEL, *tests_of(framework, part)]
     variables = variables_of(framework, part) | switches
-    run(session, ENVIRONMENT_OF[framework], "-m", "pytest", *options, env=variables)
+    cache = Path(f".pytest_cache/{framework}{part}")  # of its own, as tasks run side by side
+    shutil.rmtree(cache, ignore_errors=True)
+    command = ["-m", "pytest", "-o", f"cache_dir={cache}"]
+
+    def run_some(*options: str) -> None:
+        run(session, ENVIRONMENT_OF[framework], *command, *options, env=variables)
+
+    try:
+        run_some(*options)
+    except CommandFailed:
+        if session.posargs or os.environ.get("GRADSCALER_TESTS") == "all":
+            raise
+        # Processes and clocks make some fail by chance. Without a failed test, as after a crash,
+        # none is run, which is an error, too.
+        again = ["--last-failed", "--last-failed-no-failures=none"]
+        run_some(*again, *options)
+        session.warn("the tests above failed in the first run, and passed in the second")
 
 
 def test_sessions(framework: str, environment: str) -> list[str]:
