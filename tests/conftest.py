@@ -36,13 +36,13 @@ if "MUTANT_UNDER_TEST" in os.environ:  # `make mutants` needs any failing exampl
 
 def pytest_report_header():
     """The seed of what changes with the day, or that all cases run."""
-    return "all cases" if chosen.IS_ALL else f"GRADSCALER_SEED={chosen.SEED} chose the lines that are interrupted"
+    if chosen.IS_ALL:
+        return "all cases"
+    return f"GRADSCALER_SEED={chosen.SEED} chose the lines that are interrupted"
 
 
 def pytest_configure(config):
-    config.addinivalue_line(
-        "markers", "some(number, reason): in make test, so many cases run"
-    )
+    config.addinivalue_line("markers", "some(number, reason): in make test, so many cases run")
 
 
 @pytest.hookimpl(trylast=True)  # after those that add marks
