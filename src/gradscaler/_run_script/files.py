@@ -29,7 +29,11 @@ class RunFiles:
         return self._folder / f"{name or 'run'}-{time.strftime('%Y%m%d-%H%M')}-{process}"
 
     def next(self) -> Path:
-        """A file that does not exist; its folder does."""
+        """A file that does not exist; its folder does.
+
+        Raises:
+            OSError: the folder cannot be made or read.
+        """
         self._start.parent.mkdir(parents=True, exist_ok=True)
         for number in count(1):
             run = f".{number}" if number > 1 else ""

@@ -85,7 +85,7 @@ class Fits:
             self._watched[optimizer] = FitWatch(self._options.watch)
         if is_scaled:
             self._end_scaled()
-            given = optimizer, model, self._files.next(), self._options, _framework()
+            given = optimizer, model, self._files, self._options, _framework()
             self._scaled[optimizer] = WatchedRun(*given)
         atexit.unregister(self._end)
         atexit.register(self._end)  # before monitors close by themselves

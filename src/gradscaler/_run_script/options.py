@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     output = "the folder of the run files (%(default)s)"
     parser.add_argument(
-        "-o", "--output", type=_folder, default=FOLDER, metavar="FOLDER", help=output
+        "-o", "--output", type=_folder, default=Path(FOLDER), metavar="FOLDER", help=output
     )
     every = "sample the gradients of one step in N, on average (%(default)s)"
     parser.add_argument("--every", type=_positive, default=100, metavar="N", help=every)
@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _folder(text: str) -> Path:
-    """A folder that exists or can be made, which a long training must not find out at its start."""
+    """A folder that exists or can be made; the default, which nobody asked for, need not."""
     path = Path(text).absolute()
     there = next(each for each in (path, *path.parents) if each.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):

@@ -55,7 +55,7 @@ class Runs:
 
     def _open(self, key: object, scaler: Any, model: Any, search: Search | None) -> None:
         framework = framework_named(self._name, {})
-        given = scaler, model, self._files.next(), self._options, framework
+        given = scaler, model, self._files, self._options, framework
         self.open[key] = WatchedRun(*given, search)
 
     def end(self) -> None:

@@ -149,7 +149,7 @@ class Session:
 
     def _open(self, key: int, scaler: GradScaler | None) -> None:
         self._find_model()
-        given = scaler, self._model, self._files.next(), self._options
+        given = scaler, self._model, self._files, self._options
         self._runs[key] = WatchedRun(*given, framework_named("torch", {}))
 
     def _find_model(self) -> None:

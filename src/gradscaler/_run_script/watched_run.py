@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gradscaler._run_script.files import RunFiles
 from gradscaler._run_script.options import STOPPED
 from gradscaler._run_script.step_watch import Search, StepWatch
 from gradscaler._run_script.voice import is_quiet_rank, say, say_no_step, shown
@@ -31,7 +32,7 @@ class WatchedRun:
     Args:
         scaler: the scaler; None for a loop that has none.
         model: the model, or several by their names.
-        path: a new file.
+        files: give the run a new file. If it cannot be written, the run has none.
         options: those of the command line, and how the script has ended.
         framework: what it trains in; ``--watch`` counts where it can watch a step.
         search: what shows the operations of a step, except in PyTorch.
@@ -41,18 +42,26 @@ class WatchedRun:
         self,
         scaler: Any,
         model: Any,
-        path: Path,
+        files: RunFiles,
         options: argparse.Namespace,
         framework: Framework,
         search: Search | None = None,
     ) -> None:
-        self._path, self._options = path, options
+        self._options = options
         self._is_over, self._process = False, os.getpid()
         self._is_broken = False  # whether the watch ended before the run
         guard.add(self)
         self._advice: set[str] = set()  # that was printed on the way
         model = one_model(model)
-        self._monitor = Monitor(scaler, model, options.every, path, tell=self._tell)
+        given = scaler, model, options.every
+        self._path: Path | str  # or why there is none
+        try:
+            self._path = files.next()
+            self._monitor = Monitor(*given, self._path, tell=self._tell)
+        except OSError as error:  # the folder, or the disk is full
+            why = f"{shown(options.folder)} cannot be written to ({error.strerror or error})"
+            self._path = f"none, as {why}; name another folder with -o"
+            self._monitor = Monitor(*given, tell=self._tell)
         self._watch: StepWatch | None = None
         self._proposes_watch = framework.has_watch and options.watch is None
         if options.watch is None or not framework.has_watch:
@@ -101,7 +110,20 @@ class WatchedRun:
     def discard(self) -> None:
         """Close the file, and remove it."""
         self._close()
-        self._path.unlink(missing_ok=True)
+        self._remove_file()
+
+    def _remove_file(self) -> None:
+        if isinstance(self._path, Path):
+            self._path.unlink(missing_ok=True)
+
+    @property
+    def _lines(self) -> list[str]:
+        """Where the file is, and the command that draws it."""
+        if isinstance(self._path, str):
+            return [f"file:   {self._path}"]
+        file = shown(self._path)
+        ranks = re.sub(r"\.rank\d+\.jsonl", ".rank*.jsonl", file)
+        return [f"file:   {file}", f"report: python -m gradscaler report {ranks} -o report.html"]
 
     def _close(self) -> None:
         self._is_over = True
@@ -120,15 +142,15 @@ class WatchedRun:
                 raise
             history = ()
         if self._is_broken and not history:
-            say("no verdict, as the watch ended.", f"file:   {shown(self._path)}")
+            say("no verdict, as the watch ended.", self._lines[0])
             return
         steps = history[-1].step if history else 0
         if not history and verdict.kind == "normal":
-            self._path.unlink(missing_ok=True)
+            self._remove_file()
             say_no_step(self._options)
         elif verdict.kind == "normal" and self._options.has_failed:
             hint = _HINT.format(steps + 1) if self._proposes_watch else ""
-            say(f"the script ended after step {steps}.{hint}", f"file:   {shown(self._path)}")
+            say(f"the script ended after step {steps}.{hint}", self._lines[0])
         elif verdict.kind != "normal" or not is_quiet_rank():
             self._say_verdict(verdict, steps)
 
@@ -137,15 +159,13 @@ class WatchedRun:
         text, first = f": {verdict.text}", verdict.findings[0]
         if first.action in self._advice:
             text = f", as said above{text.replace(first.text, first.cause, 1)}"
-        file, bad = shown(self._path), next(iter(first.steps), 0)
+        bad = next(iter(first.steps), 0)
         is_unseen = first.line is None or "--watch" in first.action  # as of compiled code
         is_unseen = is_unseen and first.kind in _OF_OPERATIONS
         is_open = first.kind in _OF_VALUES or is_unseen
         is_made_before = is_open and bad > 1 and self._proposes_watch
-        ranks = re.sub(r"\.rank\d+\.jsonl", ".rank*.jsonl", file)
         say(
             f"after {steps:,} step{'s' * (steps != 1)}{text}",
-            f"file:   {file}",
-            f"report: python -m gradscaler report {ranks} -o report.html",
+            *self._lines,
             *[f"source: the same command with --watch {bad} names what made it"] * is_made_before,
         )

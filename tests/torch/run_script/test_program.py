@@ -258,6 +258,16 @@ def test_what_a_script_does_with_its_stderr_hides_no_finding_and_holds_none(trai
     assert "gradscaler: after 4 steps, as said above" in said
 
 
+def test_a_run_has_no_file_but_a_verdict_where_none_can_be_written(trained, tmp_path):
+    (tmp_path / "gradscaler-runs").write_text("not a folder")
+    code, _, error = trained(NAN)
+    said = " ".join(error.split())
+    assert code == 0
+    assert said.count("by the gradient of sqrt at script.py:6") == 2
+    assert "file: none, as gradscaler-runs cannot be written to (File exists); name another" in said
+    assert "report:" not in said
+
+
 FRESH = """
     import torch
     model = torch.nn.Linear(2, 1)
