@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from gradscaler.diagnose import Monitor
+from gradscaler.diagnose import Monitor, read_run
 from tests.support.marked_lines import lines_marked_in
 
 pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
@@ -44,6 +44,54 @@ def test_gradients_that_are_zeroed_before_the_step_are_told():
             optimizer.step()
     assert "All gradients are exactly 0" in told[0].cause
     assert "zero_grad() between backward() and step()" in told[0].action
+
+
+def replace_layers(model):
+    for place in range(2):
+        model[place] = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (replace_layers, "the model holds none of its parameters any more. Make the optimizer"),
+        (lambda model: model.requires_grad_(False), "all of its parameters have requires_grad="),
+        (lambda model: None, "nothing is trained any more. Look for what changed"),
+    ],
+)
+def test_steps_that_find_no_gradient_any_more_are_told_while_it_lasts(change, said, tmp_path):
+    told, inputs = [], torch.randn(8, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Monitor(None, model, path=tmp_path / "run.jsonl", tell=told.append) as monitor:
+        for step in range(1, 61):
+            if step == 31:
+                assert [each.kind for each in told] == []
+                change(model)
+            optimizer.zero_grad()
+            if step <= 30 or change is replace_layers:
+                model(inputs).square().mean().backward()
+            optimizer.step()
+    assert [each.kind for each in told] == ["misuse"]
+    assert said in told[0].text
+    assert "no gradient in 30 calls of step() after step 30" in monitor.verdict.text
+    assert read_run(tmp_path / "run.jsonl").verdict == monitor.verdict
+
+
+def test_optimizers_of_phases_and_a_pause_may_step_without_gradients():
+    told, phases = [], [nn.Linear(4, 4) for _ in range(2)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in phases]
+    with Monitor(model=nn.ModuleList(phases), tell=told.append) as monitor:
+        for step in range(1, 121):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            for place, phase in enumerate(phases):
+                if step == 1 or (step // 20 % 2 == place and not 50 < step < 55):
+                    phase(torch.randn(8, 4)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    assert monitor.verdict.kind == "normal"
+    assert told == []
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,48 @@ def idle(evidence: Evidence) -> Finding | None:
     )
 
 
+_STOPPED = {  # why an optimizer finds no gradient any more, and what to do
+    "replaced": (
+        ": the model holds none of its parameters any more",
+        "Make the optimizer again after layers are replaced, of the new parameters, or give it "
+        "these by add_param_group().",
+    ),
+    "frozen": (
+        ": all of its parameters have requires_grad=False",
+        "Leave out of the freeze what should be trained, such as a head that its pattern of names "
+        "takes along.",
+    ),
+    "": (
+        "",
+        "Look for what changed after that step: a model that was replaced and not its optimizer, "
+        "backward passes that are left out, or detach() before the loss.",
+    ),
+}
+
+
+@detector(Phase.MISUSE)
+def stopped(evidence: Evidence) -> Finding | None:
+    """Steps without a gradient at the end of a run that had made others."""
+    last = evidence.past[-1].step if evidence.past else 0
+    stops = (
+        (why, count)
+        for where, count in evidence.events.places(Event.STOPPED).items()
+        for step, _, why in [where.partition(" ")]
+        if step == str(last)
+    )
+    why, count = next(stops, ("", 0))
+    if not count:
+        return None
+    because, action = _STOPPED.get(why, _STOPPED[""])
+    return Finding(
+        "misuse",
+        f"The optimizer found no gradient in {count} calls of step() after step {last}, so nothing "
+        f"is trained any more{because}.",
+        action,
+        count=count,
+    )
+
+
 @detector(Phase.MISUSE)
 def shared(evidence: Evidence) -> Finding | None:
     """Two optimizers that step the same parameters with the same gradients."""

@@ -61,6 +61,22 @@ class HeldParameters:
             self._idle[key] = self._idle.get(key, 0) + 1
         return self._idle.get(key, 0)
 
+    def why_stopped(self, optimizer: object) -> str | None:
+        """Why an optimizer that has made steps finds no gradient any more; None if it made none.
+
+        It is ``"replaced"`` if the model holds none of its parameters any more, ``"frozen"`` if all
+        have ``requires_grad=False``, and empty for another reason.
+        """
+        if id(optimizer) not in self._stepped:
+            return None
+        held = [p for group in groups_of(optimizer) for p in group["params"]]
+        if not any(getattr(p, "requires_grad", True) for p in held):
+            return "frozen"
+        own = () if self._model is None else map(id, self._model.parameters())
+        was_own = self.names[id(optimizer)] != UNOWNED
+        is_replaced = self._model is not None and was_own and {*own}.isdisjoint(map(id, held))
+        return "replaced" if is_replaced else ""
+
     def has_moved(self) -> bool:
         """Whether PyTorch counted a change of the model since this was asked before."""
         parameters = () if self._model is None else self._model.parameters()

@@ -213,7 +213,12 @@ class EagerObserver(StepSource):
         count = self._held.note(optimizer, has_gradients)
         if not has_gradients:
             self._iterations.note_call(Event.IDLE)
-            self.log.note_idle(self._held.names[id(optimizer)], count)
+            why = self._held.why_stopped(optimizer)
+            if why is None:
+                self.log.note_idle(self._held.names[id(optimizer)], count)
+            else:
+                self.read()
+                self.log.note_stopped(self._iterations.ended, why)
             return
         iteration = self._iterations.latest
         self._iterations.note(optimizer, outcome)

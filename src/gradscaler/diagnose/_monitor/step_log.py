@@ -123,6 +123,7 @@ class StepLog:
         self.counts = Counts(step, sampled=step)
         self._written_at = monotonic()  # the time of the last sample
         self._idle = step, 0  # the last step, and how many steps without a gradient came before
+        self._stopped = Counted(Event.STOPPED, count=0)  # the latest steps without a gradient
         self._watched = step  # the last step that add_watched was called for
         self._has_made = False  # whether a watch that the user asked for has found the maker
         self._filter = WarningFilter(step)
@@ -256,6 +257,22 @@ class StepLog:
             )
             self._tell(self._look(is_last=False))
 
+    def note_stopped(self, step: int, why: str) -> None:
+        """Note a step without a gradient after a step of this number, and why, if it is known."""
+        before = self._stopped
+        if before.where.partition(" ")[0] == str(step):  # of another optimizer, maybe
+            self._stopped = replace(before, count=before.count + 1)
+        else:
+            self._stopped = Counted(Event.STOPPED, f"{step} {why}".rstrip())
+        if self._stopped.count == _MANY_CALLS:
+            self._tell(self._look(is_last=False))
+
+    def _stop(self) -> Watched | None:
+        """The line of the latest steps without a gradient; None if they are few."""
+        if self._stopped.count < _MANY_CALLS:
+            return None
+        return Watched(self.counts.step, calls=texts_of([self._stopped]))
+
     @property
     def evidence(self) -> Evidence:
         """The evidence of the steps so far, as their file would give it if closed now."""
@@ -265,6 +282,8 @@ class StepLog:
             found = found.after(self._sample())
         elif not self.num_steps:
             found = found.after(self._calls())
+        if (stop := self._stop()) is not None:
+            found = found.after(stop)
         return replace(found, steps=self.num_steps, skipped=counts.num_skipped)
 
     def _sample(self, loss: float | None = None, **measured: Any) -> Sample:
@@ -462,6 +481,9 @@ class StepLog:
             if not self.num_steps and self.counts.observed.events:
                 self._write(self._calls())
             self.add_sample()
+            if (stop := self._stop()) is not None:
+                self._keep(stop)
+                self._stopped = Counted(Event.STOPPED, count=0)
             writers, self._writers = self._writers, ()  # an interrupted call writes no more
             for writer in writers or ():
                 writer.close()

@@ -42,6 +42,8 @@ class Event(Enum):
     RENEWED = "renewed", "observer", "optimizers"  # a step gave an optimizer its first state
     OVERWRITTEN = "overwritten", "iterations", "optimizers learning"  # weights, between two steps
     SHARED = "shared", "observer", "optimizers"  # as LOSS: it stepped another's parameters
+    # No gradient in steps that follow others: at the number of the last, and why, if that is known.
+    STOPPED = "stopped", "step_log", "optimizers"
     EVALUATING = "evaluating", "observer", "calls"  # a model that had been in training mode before
 
     # Losses, at samples; at an operation and its line, or at parameters, too.
