@@ -25,7 +25,7 @@ HEADLINES = {
     "data": ("bad", "Some batches are bad"),
     "silent": ("bad", "The loss is NaN or Inf, and the gradients are finite"),
     "misuse": ("bad", "The training loop has a mistake"),
-    "restart": ("warning", "The run was continued without the scaler's state"),
+    "restart": ("warning", "The run was continued without a part of its state"),
     "dead": ("bad", "Gradients are exactly 0"),
     "stalled": ("bad", "Parameters in 16 bits no longer move"),
     "range": ("warning", "No scale fits all parameters"),

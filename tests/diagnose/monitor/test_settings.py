@@ -1,4 +1,4 @@
-"""Settings of an optimizer that are NaN or Inf, as a schedule that divides by 0 makes them."""
+"""Settings of an optimizer: NaN or Inf, or a rate that jumps as its schedule begins again."""
 
 import math
 
@@ -62,3 +62,33 @@ def test_settings_that_are_finite_are_not_spoken_of():
         optimizer.zero_grad()
     monitor.close()
     assert told == []
+
+
+@pytest.mark.parametrize("is_loaded", [False, True], ids=["anew", "loaded"])
+def test_a_schedule_that_begins_again_after_a_resume_is_told(is_loaded):
+    """A schedule that was loaded may jump as well, as here where the next cycle begins."""
+    net = nn.Linear(4, 2)
+
+    def resumed():
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 10)
+        return optimizer, schedule
+
+    def train(optimizer, schedule, steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            net(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+
+    first, told = resumed(), []
+    train(*first, 9)
+    optimizer, schedule = resumed()
+    optimizer.load_state_dict(first[0].state_dict())
+    if is_loaded:
+        schedule.load_state_dict(first[1].state_dict())
+    with Monitor(model=net, tell=told.append) as monitor:
+        train(optimizer, schedule, 20)
+    assert monitor.verdict.kind == ("normal" if is_loaded else "restart")
+    assert [each.kind for each in told] == ([] if is_loaded else ["restart"])
+    assert is_loaded or "from 0.00244717 to 0.0975528. Save scheduler" in told[0].text

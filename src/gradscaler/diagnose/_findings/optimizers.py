@@ -147,6 +147,22 @@ def renewed(evidence: Evidence) -> Finding | None:
     )
 
 
+@detector(Phase.RESTART)
+def rescheduled(evidence: Evidence) -> Finding | None:
+    """A schedule that begins again, of an optimizer that has the state of an earlier run."""
+    jump = evidence.events.place(Event.RESCHEDULED)
+    if not jump:
+        return None
+    return Finding(
+        "restart",
+        "The optimizer has the state of an earlier run, and its schedule counts from the start: "
+        f"the first change of the learning rate is from {jump}.",
+        "Save scheduler.state_dict() with the optimizer's, and load it where that is loaded; to "
+        "begin a new schedule, leave the optimizer's state out.",
+        is_certain=False,
+    )
+
+
 @detector(Phase.MISUSE)
 def faded(evidence: Evidence) -> Finding | None:
     """Learning rates that fell to almost 0 in the first quarter of a run, and stay there."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import operator
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,8 +16,13 @@ from numpy.typing import NDArray
 from gradscaler.diagnose._gradients.arrays import local, sample_of
 from gradscaler.diagnose._gradients.reading import Tensor, largest
 from gradscaler.diagnose._monitor.gradient_mark import Mark, is_unchanged, mark_of
-from gradscaler.diagnose._monitor.parameters import OptimizersParameters, groups_of
+from gradscaler.diagnose._monitor.parameters import (
+    OptimizersParameters,
+    groups_of,
+    has_stepped,
+)
 from gradscaler.diagnose._record.lines import UNOWNED, Optimizers
+from gradscaler.diagnose._record.thresholds import RATE_JUMPED
 
 _SETTINGS = "lr", "weight_decay", "momentum", "betas", "eps"
 _FADED = 1e-6  # times the largest learning rate
@@ -44,6 +51,7 @@ class HeldParameters:
         self._stepped: set[int] = set()
         self._outer: dict[str, _Outer] = {}  # those outside, at the sample before
         self._unheld: list[tuple[int, NDArray[Any]]] = []  # one of nobody's, by its id
+        self._resumed: dict[int, Sequence[float]] = {}  # first rates of those that had a state
         self._peaks: dict[int, list[float]] = {}  # the largest rate of each group, by optimizer
         self._left: dict[int, Tensor] = {}  # by the latest sampled step; parts by parameters' ids
         self._version: int | None = None  # of the model's first trained parameter
@@ -136,6 +144,25 @@ class HeldParameters:
         moved = [(rate, peak) for rate, peak in zip(rates, peaks, strict=True) if peak > 0]
         return bool(moved) and all(rate <= _FADED * peak for rate, peak in moved)
 
+    def rescheduled(self, optimizer: object, rates: Sequence[float]) -> str | None:
+        """How the first change of a resumed optimizer's rates raises one, as ``"1e-4 to 0.1"``.
+
+        None if it does not, or if no new schedule of PyTorch's makes it: one that was resumed has
+        counted more steps, and may begin a new cycle.
+        """
+        key = id(optimizer)
+        if key not in self.names:  # it has not stepped yet
+            if has_stepped(optimizer):
+                self._resumed[key] = rates
+            return None
+        before = self._resumed.get(key, rates)
+        if before == rates:
+            return None
+        del self._resumed[key]
+        both = zip(before, rates, strict=False)
+        jump = next(((a, b) for a, b in both if 0 < RATE_JUMPED * a <= b), None)
+        return f"{jump[0]:g} to {jump[1]:g}" if jump and _has_new_schedule(optimizer) else None
+
     def holds_any(self, optimizer: object) -> bool:
         """Whether an optimizer holds a parameter of the model, if there is one."""
         if self._model is None:
@@ -188,6 +215,17 @@ def rates_of(optimizer: object) -> list[float]:
     """The learning rates of an optimizer's groups, as far as they are on the host."""
     rates = map(operator.methodcaller("get", "lr"), groups_of(optimizer))
     return [float(rate) for rate in rates if isinstance(rate, (int, float))]
+
+
+def _has_new_schedule(optimizer: object) -> bool:
+    """Whether an optimizer has schedules of PyTorch's, none of which counts more than one step."""
+    schedules = getattr(sys.modules.get("torch.optim.lr_scheduler"), "LRScheduler", ())
+    own = [
+        getattr(each, "last_epoch", 0)
+        for each in gc.get_objects()
+        if issubclass(type(each), schedules) and getattr(each, "optimizer", None) is optimizer
+    ]
+    return bool(own) and max(own) <= 1
 
 
 def bad_settings_of(optimizer: object) -> Iterator[str]:

@@ -197,6 +197,8 @@ class EagerObserver(StepSource):
             iteration.note(Event.STILL)
         if self._held.have_faded(optimizer, rates):
             iteration.note(Event.FADED)
+        if jump := self._held.rescheduled(optimizer, rates):
+            iteration.note(Event.RESCHEDULED, jump)
         if self._cut_off.is_looking:
             self._cut_off.note(self._named(optimizer))
         iteration.overwritten += self._held.overwritten(optimizer)

@@ -39,6 +39,7 @@ class Event(Enum):
     UPHILL = "uphill", "observer", "optimizers"  # a learning rate was negative
     STILL = "still", "observer", "optimizers"  # all rates were 0, of an optimizer with others
     FADED = "faded", "observer", "optimizers"  # all were below a millionth of the largest before
+    RESCHEDULED = "rescheduled", "observer", "optimizers"  # as "1e-4 to 0.1": a resumed one's rate
     RENEWED = "renewed", "observer", "optimizers"  # a step gave an optimizer its first state
     OVERWRITTEN = "overwritten", "iterations", "optimizers learning"  # weights, between two steps
     SHARED = "shared", "observer", "optimizers"  # as LOSS: it stepped another's parameters

@@ -65,7 +65,8 @@ class Verdict:
             its gradients were not finite.
 
             Kinds for steps that are skipped now and then. ``"data"``: skips go on after the scale
-            has settled. ``"restart"``: the run was continued without the scaler's state.
+            has settled. ``"restart"``: the run was continued without a part of its
+            state, the scaler's or that of a schedule.
 
             Kinds that need no skip. ``"silent"``: the loss is NaN or Inf while the gradients are
             finite. ``"dead"``: the gradients are exactly 0. ``"underflow"``: the scale is too

@@ -49,7 +49,7 @@ KINDS: dict[str, Kind] = {
     ),
     "silent": Kind("bad", "The loss is NaN or Inf, and the gradients are finite"),
     "misuse": Kind("bad", "The training loop has a mistake", is_of_sample=True),
-    "restart": Kind("warning", "The run was continued without the scaler's state"),
+    "restart": Kind("warning", "The run was continued without a part of its state"),
     "dead": Kind("bad", "Gradients are exactly 0", is_of_sample=True, explains=("underflow",)),
     "stalled": Kind("bad", "Parameters in 16 bits no longer move", is_of_sample=True),
     "range": Kind("warning", "No scale fits all parameters", is_of_sample=True, shows_fit=True),

@@ -85,6 +85,8 @@ WEIGHTS_GREW_A_LITTLE = 1.5  # which is enough beside a loss that is far from al
 # Times the norm before. A weight decay that is chosen well halves or quarters it; at 0.02, two
 # layers in a row pass 0.04 % of what they did: `a_weight_decay_that_outweighs_the_gradients`.
 SHRUNK = 0.02
+# Times the learning rate before. The second epoch of a warm-up doubles it.
+RATE_JUMPED = 3.0
 RATE_GREW = 10.0  # times the learning rate before
 VANISHED = 20  # powers of 2 from the largest gradient of one parameter to that of another
 SAME_NORM = 2e-5  # the relative difference of norms that are clipped to one number
