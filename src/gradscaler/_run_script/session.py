@@ -31,7 +31,7 @@ from gradscaler._run_script.watched_run import WatchedRun
 from gradscaler.diagnose._findings.frameworks import framework_named
 from gradscaler.diagnose._graph.guard import guard
 from gradscaler.diagnose._graph.lines import Tracebacks
-from gradscaler.diagnose._monitor import backward_calls
+from gradscaler.diagnose._monitor import backward_calls, unfit_states
 from gradscaler.diagnose._monitor.by_identity import ByIdentity
 from gradscaler.torch import GradScaler, install
 from gradscaler.torch._install import raise_as_theirs, replace_sharded
@@ -69,6 +69,7 @@ class Session:
         after_init(Optimizer, self._see_optimizer)
         after_import("fastai.optimizer", self._see_fastai)
         after_init(GradScaler, self._see_scaler)
+        attempt(unfit_states.watch)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=_leave_child_alone)
         self._end_first()

@@ -101,6 +101,22 @@ def unzeroed(evidence: Evidence) -> Finding | None:
     )
 
 
+@detector(Phase.MISUSE)
+def unfit(evidence: Evidence) -> Finding | None:
+    """A state dict of which no key fits, which ``strict=False`` lets pass."""
+    place = evidence.events.place(Event.UNFIT)
+    if not place:
+        return None
+    return Finding(
+        "misuse",
+        f"A state dict was loaded with strict=False, and none of its {place} fits the module, so "
+        "nothing was loaded.",
+        "Load it without strict=False, which raises an error; take the model's part out of the "
+        'checkpoint, as by checkpoint["model"], and a prefix such as module. off the keys.',
+        line=place.rpartition(" at ")[2] if " at " in place else None,
+    )
+
+
 @detector(Phase.MISUSE, needs_scaler=True, in_streak=Role.CAUSE)
 def scaled_in_loss(evidence: Evidence) -> Finding | None:
     """A loss that depends on the loss scale, such as by a penalty on scaled gradients."""

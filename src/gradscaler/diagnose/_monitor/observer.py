@@ -21,6 +21,7 @@ from gradscaler.diagnose._graph.guard import guarded, passing
 from gradscaler.diagnose._graph.hooks import OneCallHooks, weakly
 from gradscaler.diagnose._graph.watch import GraphWatch
 from gradscaler.diagnose._locate.locate import is_locating
+from gradscaler.diagnose._monitor import unfit_states
 from gradscaler.diagnose._monitor.backward_graph import CutOff, listen
 from gradscaler.diagnose._monitor.failure_watch import FailureWatch
 from gradscaler.diagnose._monitor.gradient_sample import measure
@@ -188,6 +189,17 @@ class EagerObserver(StepSource):
         self._used.before_step(optimizer, iteration, self._held.names.get(id(optimizer), ""))
         if self._mode.is_left(optimizer):
             iteration.note(Event.EVALUATING)
+        self._see_rates(iteration, optimizer)
+        while unfit_states.places:
+            iteration.note(Event.UNFIT, unfit_states.places.pop())
+        if self._cut_off.is_looking:
+            self._cut_off.note(self._named(optimizer))
+        iteration.overwritten += self._held.overwritten(optimizer)
+        if not getattr(optimizer, "state", True):
+            iteration.new.add(id(optimizer))
+
+    def _see_rates(self, iteration: Iteration, optimizer: object) -> None:
+        """Note what an optimizer's learning rates and other settings show before its step."""
         for setting in bad_settings_of(optimizer):
             iteration.note(Event.NONFINITE, setting)
         rates = rates_of(optimizer)
@@ -199,11 +211,6 @@ class EagerObserver(StepSource):
             iteration.note(Event.FADED)
         if jump := self._held.rescheduled(optimizer, rates):
             iteration.note(Event.RESCHEDULED, jump)
-        if self._cut_off.is_looking:
-            self._cut_off.note(self._named(optimizer))
-        iteration.overwritten += self._held.overwritten(optimizer)
-        if not getattr(optimizer, "state", True):
-            iteration.new.add(id(optimizer))
 
     @closes_if_asked
     def stepped(self, optimizer: object, outcome: StepOutcome, /) -> None:

@@ -58,6 +58,7 @@ class Event(Enum):
     UNREGISTERED = "unregistered", "scaled_losses", "loss_graphs"  # in a list of the model's
 
     # Before the first step.
+    UNFIT = "unfit", "observer", "calls"  # load_state_dict(strict=False) that loaded nothing
     RESUMED = "resumed", "observer", "calls"  # an optimizer had a state, but the scaler was new
     IDLE = "idle", "observer step_log", "calls optimizers"  # no gradient; at a module, later too
     RAISED = "raised", "observer", "__init__"  # step() or unscale_() raised an error

@@ -1,0 +1,44 @@
+"""Calls of PyTorch's ``load_state_dict(strict=False)`` that loaded nothing, as no key fits."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from inspect import currentframe
+from types import FrameType
+from typing import Any
+
+from gradscaler.diagnose._graph.call_site import users_line
+from gradscaler.diagnose._graph.guard import guarded
+from gradscaler.diagnose._graph.stand_ins import in_place_of
+
+places: list[str] = []
+"""Each such call until an observer notes it, as ``"2 keys (such as a, not b) at train.py:3"``."""
+
+
+def watch() -> None:
+    """See the calls of this process from now on."""
+    module = sys.modules["torch"].nn.Module
+    load, note = module.load_state_dict, guarded(_note)
+
+    @in_place_of(load)
+    def seen(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        found = load(self, state_dict, *args, **kwargs)
+        note(state_dict, found, currentframe())
+        return found
+
+    module.load_state_dict = seen
+
+
+def _note(state: Mapping[str, Any], found: Any, frame: FrameType | None) -> None:
+    """Note a call that began in this frame, if none of its keys was expected, and others were."""
+    given, own = list(state), found.missing_keys
+    if not given or not own or not set(given) <= set(found.unexpected_keys):
+        return
+    frames = []
+    while frame is not None:
+        frames.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    line = users_line(frames)
+    at = f" at {line}" if line else ""
+    places.append(f"{len(given)} keys (such as {given[0]}, not {own[0]}){at}")
