@@ -78,6 +78,26 @@ def test_steps_that_find_no_gradient_any_more_are_told_while_it_lasts(change, sa
     assert read_run(tmp_path / "run.jsonl").verdict == monitor.verdict
 
 
+def test_what_is_frozen_on_the_way_is_named_and_the_first_layers_if_they_are_replaced():
+    told, inputs = [], torch.randn(8, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Monitor(model=model, tell=told.append) as monitor:
+        for step in range(1, 161):
+            if step == 31:
+                model[2].requires_grad_(False)
+            if step == 61:
+                assert "unless 2.bias and 1 more should be trained" in monitor.verdict.text
+                model[0] = nn.Linear(4, 4)
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+    (finding,) = told
+    assert finding.cause.startswith(
+        "In no optimizer that is stepped: 2 parameters (0.weight first)"
+    )
+
+
 def test_optimizers_of_phases_and_a_pause_may_step_without_gradients():
     told, phases = [], [nn.Linear(4, 4) for _ in range(2)]
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in phases]

@@ -157,6 +157,9 @@ def _at_lowest(evidence: Evidence) -> tuple[int, ...]:
     return tuple(step.step for step in evidence.past if step.skipped and step.scale <= lowest)
 
 
+_FINE = "Nothing needs fixing."
+
+
 def _nothing(evidence: Evidence) -> str:
     """The action if nothing is unusual; it names parameters that never had a gradient."""
     if evidence.sample is None and evidence.steps <= SHORT:
@@ -164,8 +167,9 @@ def _nothing(evidence: Evidence) -> str:
     if evidence.sample is None:
         seen = "skips and losses" if evidence.has_scaler else "losses"
         return f"No gradients were read; {seen} show nothing that needs fixing."
-    if not evidence.missing:
-        return "Nothing needs fixing." if evidence.has_scaler else whether_it_learns(evidence)
+    learned = _FINE if evidence.has_scaler else whether_it_learns(evidence)
+    if not (evidence.missing and learned.startswith(_FINE[:-1])):
+        return learned
     first, *rest = evidence.missing
     those = f"{first} and {len(rest)} more" if rest else first
     return (

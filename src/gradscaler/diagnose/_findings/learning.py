@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from statistics import fmean
 
 from gradscaler.diagnose._findings.evidence import Evidence
@@ -11,10 +13,13 @@ from gradscaler.diagnose._record.thresholds import (
     EARLY,
     FELL,
     FEW_SAMPLES,
+    HALF,
     LATE,
     LONG,
+    MANY,
     RAN_AWAY,
     ROSE,
+    SOON,
     VANISHED,
 )
 
@@ -34,18 +39,67 @@ def whether_it_learns(evidence: Evidence) -> str:
     if losses[-1] > ROSE * abs(first) or -losses[-1] > RAN_AWAY * max(abs(first), 1.0):
         should = "fallen, lower the learning rate" if losses[-1] > 0 else _A_BOUND
         return f"{judged}. If it should have {should}."
+    return _since_it_fell(evidence, went)
+
+
+def _since_it_fell(evidence: Evidence, went: str) -> str:
+    """What to say of a loss that does not end above its start."""
+    losses = [(step.step, step.loss) for step in evidence.past if step.loss is not None]
+    values, judged = [loss for _, loss in losses], f"Nothing else was judged: {went}"
     is_whole = evidence.steps == len(evidence.past)
-    usual = fmean(losses[:EARLY]) if is_whole else first
-    if evidence.steps < LONG or fmean(losses[-LATE:]) < usual - FELL * abs(usual):
-        return f"Nothing needs fixing: {went}."
-    ends = [rate for _, rate in (*evidence.rates[:1], *evidence.rates[-1:])]
+    first = evidence.first and evidence.first.loss
+    usual = fmean(values[:EARLY]) if is_whole or first is None else first
+    frozen = () if evidence.optimizers is None else evidence.optimizers.frozen
+    if rise := _rose_again(losses, usual):
+        return f"{judged}; {rise}"
+    if evidence.steps < LONG or fmean(values[-LATE:]) < usual - FELL * abs(usual):
+        should = f", unless {_listed(frozen)} should be trained, {_FROZEN}" if frozen else ""
+        return f"Nothing needs fixing{should}: {went}."
+    if frozen:
+        return f"{judged}. If it should have fallen, look at {_listed(frozen)}, {_FROZEN}."
     if hint := _overwritten(evidence) or _unheld(evidence) or _vanished(evidence):
         return f"{judged}, {hint}"
+    ends = [rate for _, rate in (*evidence.rates[:1], *evidence.rates[-1:])]
     rates = " to ".join(dict.fromkeys(f"{rate:g}" for rate in ends))
     rate = f", at a learning rate of {rates}" if ends else ""
     return (
         f"{judged}{rate}. If it should have fallen, look at the learning rate, clipping, inputs "
         "and targets."
+    )
+
+
+_FROZEN = "which were frozen on the way (requires_grad=False)"
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    """The last of some parameters, which may be the head's, and the number of the others."""
+    *rest, last = names
+    return f"{last} and {len(rest)} more" if rest else last
+
+
+def _rose_again(losses: Sequence[tuple[int, float]], usual: float) -> str:
+    """A clause on a loss that has lost much of what it had won; empty if it has not.
+
+    The latest steps are compared with each stretch before, as the first loss says nothing of a
+    change in the middle of a run.
+    """
+    values = [loss for _, loss in losses]
+    ends = range(LATE, len(values) - LATE + 1)
+    means = {end: fmean(values[end - LATE : end]) for end in ends}
+    best, lowest = min(means.items(), key=lambda item: item[1], default=(0, math.nan))
+    latest = fmean(values[-LATE:])
+    if not 0 <= ROSE * lowest < latest or latest - lowest < MANY * (usual - lowest):
+        return ""
+    later = range(best, len(values) - SOON + 1)
+    rises = {at: fmean(values[at : at + SOON]) - fmean(values[at - SOON : at]) for at in later}
+    jump, rise = max(rises.items(), key=lambda item: item[1])
+    at, look = f"up to step {losses[best - 1][0]}", "lower the learning rate"
+    if rise > HALF * (latest - lowest):
+        at += f", and rose at step {losses[jump][0]}"
+        look = "look at what changes there: layers or weights, the learning rate, the data"
+    return (
+        f"it was {lowest:g} on average in the {LATE} steps {at}. If it should have stayed there, "
+        f"{look}."
     )
 
 

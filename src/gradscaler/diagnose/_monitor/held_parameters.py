@@ -8,6 +8,7 @@ import operator
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,6 +47,8 @@ class HeldParameters:
     def __init__(self, model: Any, parameters: OptimizersParameters) -> None:
         self._model, self._parameters = model, parameters
         self._held: dict[int, set[int]] = {}  # ids of parameters, by optimizer
+        self._trained: dict[int, set[int]] = {}  # those that were not frozen, at its first step
+        self._first_own: set[int] = set()  # those of the model, at the first step
         self._idle: dict[int, int] = {}  # steps without a gradient, of those that made no other
         self.names: dict[int, str] = {}  # of optimizers, by their modules
         self._stepped: set[int] = set()
@@ -59,8 +62,11 @@ class HeldParameters:
     def note(self, optimizer: object, has_gradients: bool) -> int:
         """Note a step of an optimizer; return how many it made, if none of them had gradients."""
         key = id(optimizer)
-        if key not in self._held:
-            self._held[key] = {id(p) for p in self._parameters.named(optimizer).values()}
+        if key not in self.names:
+            held = self._parameters.named(optimizer).values()
+            self._held[key] = {id(p) for p in held}
+            self._trained[key] = {id(p) for p in held if getattr(p, "requires_grad", False)}
+            self._first_own |= self._held[key] & self._own()
             self.names[key] = self._name_of(optimizer)
         if has_gradients:
             self._stepped.add(key)
@@ -80,10 +86,8 @@ class HeldParameters:
         held = [p for group in groups_of(optimizer) for p in group["params"]]
         if not any(getattr(p, "requires_grad", True) for p in held):
             return "frozen"
-        own = () if self._model is None else map(id, self._model.parameters())
-        was_own = self.names[id(optimizer)] != UNOWNED
-        is_replaced = self._model is not None and was_own and {*own}.isdisjoint(map(id, held))
-        return "replaced" if is_replaced else ""
+        was_own = self._model is not None and self.names[id(optimizer)] != UNOWNED
+        return "replaced" if was_own and self._own().isdisjoint(map(id, held)) else ""
 
     def has_moved(self) -> bool:
         """Whether PyTorch counted a change of the model since this was asked before."""
@@ -117,13 +121,20 @@ class HeldParameters:
         idle = {self.names[key]: count for key, count in self._idle.items()}
         rate = max(rates_of(optimizer), default=None)
         weights = self._parameters.growth_of_matrices(optimizer)
-        blank = tuple(n for n, p in self._parameters.named(optimizer).items() if _is_blank(p))
-        return Optimizers(idle, self._outside(), rate, weights=weights, blank=blank)
+        named = self._parameters.named(optimizer)
+        blank = tuple(name for name, p in named.items() if _is_blank(p))
+        trained = self._trained.get(id(optimizer), set())
+        frozen = tuple(n for n, p in named.items() if id(p) in trained and not p.requires_grad)
+        seen = Optimizers(idle, self._outside(), rate, weights=weights)
+        return replace(seen, blank=blank, frozen=frozen)
+
+    def _own(self) -> set[int]:
+        """The ids of the model's parameters."""
+        return set() if self._model is None else set(map(id, self._model.parameters()))
 
     def known(self) -> set[int]:
         """The ids of the model's parameters, and of those that optimizers hold."""
-        own = () if self._model is None else self._model.parameters()
-        return set[int]().union(map(id, own), *self._held.values())
+        return self._own().union(*self._held.values())
 
     def has_stood(self, unheld: Sequence[Tensor]) -> bool:
         """Whether the first of some parameters has not moved since the sample before."""
@@ -177,12 +188,14 @@ class HeldParameters:
         another scaler. In its steps the gradient of one parameter may be 0. A head of an earlier
         stage keeps its last gradient.
         Those before the first that is held are left out: a backbone may be meant to stay. If none
-        is held, a wrong optimizer is stepped.
+        is held, a wrong optimizer is stepped; if some were the model's and are no more, layers were
+        replaced.
         """
         named = {} if self._model is None else dict(self._model.named_parameters())
         held = set[int]().union(*self._held.values())
         places = [place for place, p in enumerate(named.values()) if id(p) in held]
-        first = places[0] if places else -1
+        is_replaced = not self._first_own <= set(map(id, named.values()))
+        first = -1 if is_replaced or not places else places[0]
         rest = {
             name: parameter
             for place, (name, parameter) in enumerate(named.items())

@@ -131,6 +131,8 @@ class Optimizers:
         weights: the norm of an optimizer's matrices before its first step, and now; None if it was
             not taken.
         blank: the names of its matrices that are all 0, as their gradients are.
+        frozen: the names of its parameters that were frozen (``requires_grad=False``) after its
+            first step.
     """
 
     idle: Mapping[str, int] = field(default_factory=dict)
@@ -139,6 +141,7 @@ class Optimizers:
     unscaled: tuple[str, ...] = ()
     weights: tuple[Magnitude, Magnitude] | None = None
     blank: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

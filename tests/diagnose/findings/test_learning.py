@@ -1,0 +1,62 @@
+"""What is said of a loss in a run without a finding: a fall that did not last is no fall."""
+
+from dataclasses import replace
+
+import pytest
+
+from gradscaler.diagnose._findings import judge
+from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._record.lines import Optimizers, Sample
+from gradscaler.diagnose._record.step import Step
+
+FELL = [2.0 * 0.95**n for n in range(100)]
+STOOD = [2.0] * 120
+SAMPLE = Sample(1, 1.0, ((1, 1.0),), 1, ())
+
+
+def told(losses, **more):
+    """The text on a loop without a scaler that had these losses."""
+    past = tuple(Step(n, 1.0, skipped=False, loss=loss) for n, loss in enumerate(losses, 1))
+    evidence = Evidence(len(past), 0, past=past, first=past[0], has_scaler=False)
+    return judge(replace(evidence, sample=SAMPLE, missing=(), **more)).text
+
+
+@pytest.mark.parametrize(
+    ("then", "said"),
+    [
+        ([1.5] * 60, "up to step 100, and rose at step 101. If it should have stayed there, look"),
+        ([0.6] * 60, "up to step 100, and rose at step 101. If it should have stayed there, look"),
+        (
+            [0.02 * n for n in range(80)],
+            "up to step 102. If it should have stayed there, lower the learning",
+        ),
+    ],
+)
+def test_a_loss_that_rises_again_is_told_with_the_step(then, said):
+    assert said in told(FELL + then)
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        [],
+        [0.02] * 60,
+        [0.1] * 60,  # of the 2 that were won, little is lost
+        [1.5] * 30 + FELL,  # it falls once more
+        [0.0, 0.3] * 30,  # batches that differ
+    ],
+)
+def test_a_loss_that_stays_down_needs_nothing(then):
+    assert "Nothing needs fixing: the loss went from 2 to" in told(FELL + then)
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        (FELL, "unless head.bias and 1 more should be trained, which were frozen on the way"),
+        (STOOD, "If it should have fallen, look at head.bias and 1 more, which were frozen on"),
+    ],
+)
+def test_parameters_that_were_frozen_on_the_way_are_named(losses, said):
+    seen = Optimizers(frozen=("body.bias", "head.bias"))
+    assert said in told(losses, optimizers=seen)
