@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
-CASES = ["healthy", "root", "logarithm", "batch", "donated", "eager", "constant"]
+CASES = ["healthy", "root", "logarithm", "batch", "donated", "eager", "constant", "nnx", "nnx.jit"]
 
 
 def loss_of(params, x, case):
@@ -23,7 +24,38 @@ def loss_of(params, x, case):
     return loss
 
 
+def loss_of_model(model, x):
+    outputs = model(x)
+    return jnp.mean(outputs**2) + jnp.linalg.norm(outputs * x.sum())
+
+
+def batches(case):
+    data = np.random.default_rng(0).standard_normal((24, 16, 4)).astype("float32")
+    for number, batch in enumerate(data):
+        if number == 12 and case != "healthy":
+            batch = batch * 0 if case != "batch" else np.where(batch > 2, np.nan, batch)
+        yield batch
+
+
+def train_nnx(case):
+    model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    def step(model, optimizer, x):
+        loss, gradients = nnx.value_and_grad(loss_of_model)(model, x)
+        optimizer.update(model, gradients)
+        return loss
+
+    if case == "nnx.jit":
+        step = nnx.jit(step)
+    for batch in batches(case):
+        step(model, optimizer, batch)
+    return nnx.state((model, optimizer))
+
+
 def train(case):
+    if case.startswith("nnx"):
+        return train_nnx(case)
     first, last = jax.random.split(jax.random.key(0))
     params = {"first": jax.random.normal(first, (4, 8)), "last": jax.random.normal(last, (8, 1))}
     optimizer = optax.adam(1e-2)
@@ -38,13 +70,11 @@ def train(case):
         step = partial(jax.jit, donate_argnums=(0, 1))(step)
     elif case != "eager":
         step = jax.jit(step)
-    data = np.random.default_rng(0).standard_normal((24, 16, 4)).astype("float32")
-    for number, batch in enumerate(data):
-        if number == 12 and case != "healthy":
-            batch = batch * 0 if case != "batch" else np.where(batch > 2, np.nan, batch)
+    for batch in batches(case):
         params, state, _ = step(params, state, batch)
-    return b"".join(np.asarray(each).tobytes() for each in jax.tree.leaves((params, state)))
+    return params, state
 
 
 for each in CASES:
-    print(each, hashlib.sha256(train(each)).hexdigest())
+    values = (np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(train(each)))
+    print(each, hashlib.sha256(b"".join(values)).hexdigest())

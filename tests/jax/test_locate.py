@@ -259,8 +259,11 @@ def test_an_argument_that_is_not_finite_is_named():
 
     params = {"b": INPUTS, "w": WEIGHTS.at[0, 0].set(jnp.nan)}
     found = locate_jax(jax.value_and_grad(loss), params, INPUTS)
-    assert (found.kind, found.parameter, found.num_nan) == ("input", "args[0]['w']", 1)
+    assert (found.kind, found.parameter, found.num_nan) == ("input", "params['w']", 1)
     assert (found.operation, found.line) == ("dot_general", line_of(loss))
+    assert found.function == "loss"
+    unnamed = locate_jax(lambda *both: loss(*both), params, INPUTS)
+    assert (unnamed.parameter, unnamed.function) == ("args[0]['w']", "<lambda>")
 
 
 class OfEquinox(eqx.Module):

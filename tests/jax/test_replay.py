@@ -116,7 +116,7 @@ def test_where_nothing_was_recorded_no_cause_is_given(path):
 
 @pytest.mark.parametrize("where", ["batch", "params"])
 def test_an_argument_that_is_not_finite_is_named_and_nothing_else_is_blamed(where, path):
-    path_of = {"batch": "args[1]", "params": "args[0]['w']"}[where]
+    path_of = {"batch": "batch", "params": "params['w']"}[where]
 
     def loss_fn(params, batch):
         return (batch @ params["w"]).mean()
@@ -126,7 +126,7 @@ def test_an_argument_that_is_not_finite_is_named_and_nothing_else_is_blamed(wher
         return loss_fn, params, jnp.full((8, 4), math.nan if where == "batch" else 1.0)
 
     verdict = trained(loss_fn, [BAD] * 24, path, replay=replay).verdict
-    assert f"In the replayed function, {path_of} holds Inf or NaN" in verdict.text
+    assert f"In the function loss_fn, the argument {path_of} holds Inf or NaN" in verdict.text
 
 
 def test_healthy_steps_are_not_replayed_and_a_located_failure_only_once(path):

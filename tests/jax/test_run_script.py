@@ -8,7 +8,7 @@ from gradscaler.diagnose import read_run
 from tests.support.scripts import alone, lines_of, watched
 
 SCRIPT = Path(__file__).with_name("loops.py")
-LINE = lines_of(SCRIPT, "sqrt", "log")
+LINE = lines_of(SCRIPT, "sqrt", "log", "norm")
 
 
 @pytest.fixture(scope="module")
@@ -32,17 +32,24 @@ def test_parameters_and_states_are_the_same_to_the_bit(plain, ran, in_step_13):
 
 def test_each_function_that_takes_a_gradient_has_a_run_file_and_a_verdict(ran):
     runs = [read_run(file) for file in ran.files]
-    assert [run.num_steps for run in runs] == [24] * 7
-    assert [run.bad_steps[0].step for run in runs if run.bad_steps] == [13] * 5
+    assert [run.num_steps for run in runs] == [24] * 9
+    assert [run.bad_steps[0].step for run in runs if run.bad_steps] == [13] * 7
     healthy, *_ = ran.verdicts
     assert healthy.startswith("after 24 steps: None of 24 steps had a gradient of NaN or Inf.")
 
 
 def test_the_first_bad_step_names_operation_and_line(ran):
-    _, root, logarithm, batch, _, eager, _ = ran.verdicts
+    _, root, logarithm, batch, _, eager, *_ = ran.verdicts
     for verdict, name in ((root, "sqrt"), (logarithm, "log"), (eager, "sqrt")):
         assert f"{name} at {SCRIPT}:{LINE[name]}" in verdict
-    assert "args[2] holds Inf or NaN" in batch
+    assert "The function step makes 1 Inf in float32, by log" in logarithm
+    assert "In the function step, the argument x holds Inf or NaN" in batch
+
+
+def test_a_parameter_of_nnx_has_the_name_that_it_has_in_the_model(ran):
+    for verdict in ran.verdicts[7:]:
+        assert "The gradient of bias is NaN" in verdict
+        assert f"by the gradient of norm at {SCRIPT}:{LINE['norm']}" in verdict
 
 
 def test_a_bad_loss_alone_loses_no_weights(ran):

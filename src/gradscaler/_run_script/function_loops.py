@@ -11,9 +11,11 @@ from functools import partial, update_wrapper
 from types import MethodType
 from typing import Any
 
+from gradscaler._run_script.after_import import after_import
 from gradscaler._run_script.runs import Runs
 from gradscaler.diagnose._graph.call_site import is_of_user
 from gradscaler.diagnose._graph.guard import guarded
+from gradscaler.diagnose._locate.leaf_names import names_in_states, parameters_of
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
 
 Array = Any
@@ -23,8 +25,9 @@ Function = Callable[..., Any]
 class FunctionLoops:
     """Looks at what each function of the user's returns that takes a gradient.
 
-    A call of it is a step. ``jax.jit``, ``jax.grad`` and ``jax.value_and_grad`` return functions
-    that pass their calls on; a call in which JAX traces is not looked at.
+    A call of it is a step. ``jax.jit``, ``jax.grad`` and ``jax.value_and_grad``, and the last two
+    of NNX, return functions that pass their calls on; a call in which JAX traces is not looked at.
+    What ``nnx.jit`` compiles is seen in the call of ``jax.jit`` that it makes.
 
     Args:
         options: those of the command line.
@@ -39,15 +42,20 @@ class FunctionLoops:
 
     def start(self) -> None:
         """Watch this process from now on."""
-        for name in ("jit", "grad", "value_and_grad"):
-            setattr(self._jax, name, self._in_place_of(getattr(self._jax, name), name))
+        self._watch(self._jax, "jit", "grad", "value_and_grad")
+        nnx = "flax.nnx"
+        after_import(nnx, lambda: self._watch(sys.modules[nnx], "grad", "value_and_grad"))
+
+    def _watch(self, module: Any, *names: str) -> None:
+        for name in names:
+            setattr(module, name, self._in_place_of(getattr(module, name), name))
 
     def _in_place_of(self, transform: Function, name: str) -> Function:
         """A transformation whose functions are watched if they are the user's."""
 
         def transformed(*args: Any, **kwargs: Any) -> Any:
             function = transform(*args, **kwargs)
-            of = args[0] if args else kwargs.get("fun")
+            of = args[0] if args else kwargs.get("fun") or kwargs.get("f")  # "f" is NNX's
             if not callable(of):  # it has options alone, and is called with the function next
                 return self._in_place_of(function, name) if callable(function) else function
             is_own = is_of_user(of)
@@ -100,20 +108,21 @@ class FunctionLoops:
         paths = self._jax.tree_util.tree_leaves_with_path(results)
         leaves = [(path, leaf) for path, leaf in paths if _is_floating(leaf)]
         finite = self.are_finite([leaf for _, leaf in leaves])
-        names = self._names(watched, args, results)
         # A number is a loss or a metric; only a model of numbers alone has parameters of that kind.
         has_arrays = any(leaf.ndim for _, leaf in leaves)
-        bad = {
-            names(path): leaf
+        bad = [
+            (path, leaf)
             for (path, leaf), is_finite in zip(leaves, finite, strict=True)
             if not is_finite and (leaf.ndim or not has_arrays)
-        }
+        ]
         is_there = not any(
             getattr(each, "is_deleted", bool)() for each in self._jax.tree_util.tree_leaves(given)
         )
-        replay = (partial(watched.of, **kwargs), *args) if is_there else None
+        again = update_wrapper(partial(watched.of, **kwargs), watched.users, updated=())
         self._runs.open[watched.key].record(
-            self._loss_in(leaves), bad, (lambda: replay) if replay is not None else None
+            self._loss_in(leaves),
+            self._named(bad, watched, args, results) if bad else {},
+            (lambda: (again, *args)) if is_there else None,
         )
 
     def _loss_in(self, leaves: list[tuple[Any, Array]]) -> Array | None:
@@ -124,14 +133,16 @@ class FunctionLoops:
         named = [leaf for name, leaf in numbers if "loss" in name.lower()]
         return next(iter([*named, *(leaf for _, leaf in numbers)]), None)
 
-    def _names(self, watched: _Watched, args: Any, results: Any) -> Callable[[Any], str]:
-        """The names of results: of the argument that has the same structure, else their paths."""
-        tree = self._jax.tree_util
-        try:
-            parameters = list(inspect.signature(watched.of).parameters)
-        except (TypeError, ValueError):
-            parameters = []
-        of = {tree.tree_structure(arg): n for arg, n in zip(args, parameters, strict=False)}
+    def _named(
+        self, leaves: list[tuple[Any, Array]], watched: _Watched, args: Any, results: Any
+    ) -> dict[str, Array]:
+        """Results by their names: in a model of NNX, or of an argument with the same structure.
+
+        If there is neither, the name is the path.
+        """
+        tree, in_states = self._jax.tree_util, names_in_states(results)
+        names = zip(args, parameters_of(watched.users), strict=False)
+        of = {tree.tree_structure(arg): name for arg, name in names}
         items = results if isinstance(results, (tuple, list)) else [results]
         known = [of.get(tree.tree_structure(item)) for item in items]
 
@@ -140,7 +151,7 @@ class FunctionLoops:
                 return f"{known[path[0].idx]}{tree.keystr(path[1:])}"
             return f"result{tree.keystr(path)}"
 
-        return name
+        return {in_states.get(id(leaf)) or name(path): leaf for path, leaf in leaves}
 
 
 class _Watched:
@@ -148,14 +159,15 @@ class _Watched:
 
     Attributes:
         function: the other.
-        of: what the user gave to be compiled or differentiated.
+        users: what the user gave to be compiled or differentiated.
+        of: what is run to see a step again: that, or what takes its gradient.
         takes_gradient: whether a gradient was taken in a call of it.
         key: of its run. A function that is differentiated in each step anew has one run.
     """
 
     def __init__(self, function: Function, of: Function, loops: FunctionLoops, grad: bool) -> None:
         update_wrapper(self, function)
-        self.function, self.of = function, function if grad else of
+        self.function, self.users, self.of = function, of, function if grad else of
         self.takes_gradient, self._loops = grad, loops
         self.key: object = getattr(inspect.unwrap(of), "__code__", of) if grad else self
 

@@ -169,11 +169,9 @@ def forward(case: Case) -> Finding | None:
     maker = f"The forward pass of {module or 'the model'}"
     if module is None:
         kind = "loss"
-        outside = (
-            "The replayed function"
-            if evidence.framework.is_recorded
-            else "Code outside of the model"
-        )
+        outside = "Code outside of the model"
+        if evidence.framework.is_recorded:
+            outside = f"The {_function(located)}"
         maker = f"Another module ({located.type})" if located.type else outside
     counts = (located.num_inf, "Inf"), (located.num_nan, "NaN")
     made = " and ".join(f"{count} {what}" for count, what in counts if count)
@@ -187,6 +185,11 @@ def forward(case: Case) -> Finding | None:
         "the model" if module == "" else module,
         located.line,
     )
+
+
+def _function(located: Located) -> str:
+    """A function that was run again, by its name if that is known."""
+    return f"function {located.function}" if located.function else "replayed function"
 
 
 def _from(located: Located) -> str:
@@ -204,7 +207,8 @@ def _given(case: Case, located: Given) -> Finding:
     """A tensor that already held an Inf or NaN when the first operation read it."""
     evidence, kind, what = case.evidence, "loss", "A tensor that is not the model's holds"
     if evidence.framework.is_recorded:  # a parameter is an argument, too
-        what = f"In the replayed function, {located.parameter or 'a constant'} holds"
+        given = f"the argument {located.parameter}" if located.parameter else "a constant"
+        what = f"In the {_function(located)}, {given} holds"
         action = (
             "if it is a parameter, go back to an earlier checkpoint; if it is the batch, look at "
             "the data and how they are prepared"

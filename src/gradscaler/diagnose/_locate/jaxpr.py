@@ -7,6 +7,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
+from gradscaler.diagnose._locate.leaf_names import arguments_of
 from gradscaler.diagnose._operations.rows import canonical
 from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._seams.jax import JaxSeam
@@ -44,8 +45,9 @@ def locate_jax(fn: Callable[..., object], *args: object) -> Located | None:
     Returns:
         ``module`` is None, and ``operation`` is the primitive or the function, such as ``"log"``.
         If an argument or a constant is not finite, the ``kind`` is ``"input"``, and ``parameter``
-        is the argument's path. None if all results are finite. JAX before 0.7 does not record which
-        primitives belong to a backward pass, so there all other kinds are ``"forward"``.
+        is the argument's name and path, such as ``"params['w']"``. None if all results are finite.
+        JAX before 0.7 does not record which primitives belong to a backward pass, so there all
+        other kinds are ``"forward"``.
 
     Raises:
         Any error that ``jax.make_jaxpr`` or the function raises.
@@ -71,9 +73,10 @@ def locate_jax(fn: Callable[..., object], *args: object) -> Located | None:
 
     closed = jax.make_jaxpr(fn_of_arrays)(*given.values())
     seam = JaxSeam()
-    names = (f"args{jax.tree_util.keystr(leaves[at][0])}" for at in given)
-    seam.run(closed, dict(zip(names, given.values(), strict=True)))
-    return seam.located
+    names = arguments_of(fn, args)
+    seam.run(closed, {names[at]: array for at, array in given.items()})
+    function = getattr(fn, "__name__", None)
+    return seam.located and replace(seam.located, function=function)
 
 
 def locate_closure(

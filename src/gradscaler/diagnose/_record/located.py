@@ -54,6 +54,7 @@ class Located:
             such as ``"matmul 3.1e+03 → mul 4.2e+04 → pow Inf"``; None if none is.
         enlarged_by: the exponential before it that made its inputs so large, such as ``"exp at
             train.py:12"``; None if there was none, or it is not known.
+        function: in JAX, the name of the function that was run, such as ``"loss_fn"``; else None.
     """
 
     module: str | None
@@ -74,6 +75,7 @@ class Located:
     way: str | None = None
     rows: str | None = None
     enlarged_by: str | None = None
+    function: str | None = None
 
     def __post_init__(self) -> None:
         """Become of the class of its kind and module; so does a copy with another kind."""
