@@ -11,6 +11,7 @@ from gradscaler.diagnose import Located
 from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.frameworks import framework_named
+from gradscaler.diagnose._findings.over_time import when
 from gradscaler.diagnose._record.events import Events
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.lines import (
@@ -371,6 +372,22 @@ def skipping(nonfinite, scale, every=10, steps=300):
     count = len(skips)
     rest = {"past": past, "inspected": skips, "peaks": ((90, 1.0),)}
     return Evidence(steps, count, scale=scale, min_scale=scale, **rest)
+
+
+@pytest.mark.parametrize(
+    ("skipped", "said"),
+    [
+        ((7, 13, 19), ", every 6 steps (such as 7, 13, 19)"),
+        ((7, 13, 25, 31), ", every 6 steps (such as 13, 25, 31)"),
+        ((7, 8, 13, 14, 19, 20), ", in bursts every 6 steps (such as 7, 13, 19)"),
+        ((7, 13, 16, 19, 25), ", every 6 steps (such as 16, 19, 25)"),  # and one beside
+        ((7, 11, 13, 17, 18, 21), ", at irregular steps (such as 13, 17, 21)"),
+        ((7, 11, 20), ", at irregular steps (such as 7, 11, 20)"),
+    ],
+)
+def test_steps_have_a_period_if_most_of_them_fit(skipped, said):
+    steps = [Step(n, 1.0, skipped=True) for n in skipped]
+    assert when(steps, Evidence(60, len(steps))) == said
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**-4, 1024.0])

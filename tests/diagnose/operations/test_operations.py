@@ -190,6 +190,8 @@ CASES = [
     ),
     ("pow", lambda x: x**0.5, [-1.0]),
     ("pow", lambda x: x**0.5, [0.0]),
+    ("pow", lambda x: x**-0.5, [0.0, 11.0], SINGLE),
+    ("pow", lambda x: x**-0.5, [0.0, 2.0], HALF),
     ("pow", lambda x: x**2, [300.0], HALF),
     ("square", torch.square, [300.0], HALF),
     ("hypot", lambda x: torch.hypot(x, x), [6e4], HALF),

@@ -32,6 +32,8 @@ from gradscaler.diagnose._record.thresholds import (
     BAD_IN_A_ROW,
     CLOSE_TO_OVERFLOW,
     FEW_EVENTS,
+    HALF,
+    MOST,
     MOST_SKIPPED,
     OUTLIER,
 )
@@ -281,6 +283,7 @@ def when(steps: Sequence[Step], evidence: Evidence) -> str:
     (gap, count), *_ = Counter(gaps).most_common(1)
     bursts = "" if len(firsts) > 0.7 * len(numbers) else "in bursts "
     listed = ", ".join(map(str, firsts[-3:]))
-    if gap > 1 and count >= 0.6 * len(gaps):
+    of_period = Counter(number % gap for number in firsts).most_common(1)[0][1]
+    if gap > 1 and count >= HALF * len(gaps) and of_period >= MOST * len(firsts):
         return f", {bursts}every {gap} steps (such as {listed})"
     return f", {bursts}at irregular steps (such as {listed})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from gradscaler.diagnose._operations.operation import Repair, Seen
 
 _TINY = 2.0**-14  # the smallest normal number of float16
+_ROOT_OF_FLOAT16, _ROOT_OF_FLOAT32 = 2.0, 255.0  # the 16th, of the largest number
 
 
 def _in_float16(seen: Seen) -> bool:
@@ -107,7 +108,11 @@ POWER_OF_NEGATIVE = Repair(
     "a fractional power of a negative number is NaN: take its magnitude, or clamp",
     lambda seen: not seen.has_inf,
 )
-POWER_OF_0 = Repair("a negative power of 0 is Inf: clamp the base", lambda seen: seen.largest <= 1)
+# Of numbers so small, no power up to 16 is Inf. A degree, a count or a deviation has a base of 0.
+POWER_OF_0 = Repair(
+    "a negative power of 0 is Inf: clamp the base",
+    lambda seen: seen.largest <= (_ROOT_OF_FLOAT32 if seen.is_wide else _ROOT_OF_FLOAT16),
+)
 POWER_SLOPE = Repair("clamp the base: a power below 1 is too steep at 0", clauses=_AT_0)
 POWER = Repair(
     "the square of more than 255 is too large for float16, and higher powers sooner",
