@@ -1,4 +1,4 @@
-"""Loops of Paddle under ``gradscaler run``: nothing changes, and a failure has its cause."""
+"""Loops of Paddle and TensorPlay under ``gradscaler run``: a failure has its cause."""
 
 from pathlib import Path
 
