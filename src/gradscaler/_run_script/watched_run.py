@@ -161,7 +161,8 @@ class WatchedRun:
             text = f", as said above{text.replace(first.text, first.cause, 1)}"
         bad = next(iter(first.steps), 0)
         is_unseen = first.line is None or "--watch" in first.action  # as of compiled code
-        is_unseen = is_unseen and first.kind in _OF_OPERATIONS
+        has_bad_loss = any(s.step == bad and s.has_bad_loss for s in self._monitor.history)
+        is_unseen = is_unseen and (first.kind in _OF_OPERATIONS or has_bad_loss)
         is_open = first.kind in _OF_VALUES or is_unseen
         is_made_before = is_open and bad > 1 and self._proposes_watch
         say(

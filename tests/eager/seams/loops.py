@@ -9,18 +9,20 @@ import numpy as np
 NAME = os.environ["GRADSCALER_FRAMEWORK"]
 IS_PADDLE = NAME == "paddle"
 fw, adapter = import_module(NAME), import_module(f"gradscaler.{NAME}")
-CASES = ["healthy", "root", "logarithm", "batch", "scaled"]
+CASES = ["healthy", "root", "logarithm", "batch", "rectified", "constant", "scaled"]
 
 
 class Net(fw.nn.Module):
-    """A perceptron."""
+    """A perceptron; rectified, it makes 0 of NaN."""
 
-    def __init__(self):
+    def __init__(self, is_rectified):
         super().__init__()
         self.first, self.last = fw.nn.Linear(4, 8), fw.nn.Linear(8, 1)
+        self.is_rectified = is_rectified
 
     def forward(self, x):
-        return self.last(fw.tanh(self.first(x)))
+        h = self.first(x)
+        return self.last(fw.where(h > 0, h, fw.zeros_like(h)) if self.is_rectified else fw.tanh(h))
 
 
 def loss_of(outputs, x, case):
@@ -29,12 +31,14 @@ def loss_of(outputs, x, case):
         return loss + fw.sqrt((((outputs - outputs[0]) * x.sum()) ** 2).sum())
     if case == "logarithm":
         return loss - fw.log(x.abs().sum() + 0 * outputs.sum())
+    if case == "constant":  # no parameter is behind it
+        return loss - fw.log(x.abs().sum())
     return loss
 
 
 def train(case):
     fw.manual_seed(0)
-    net = Net()
+    net = Net(case == "rectified")
     if IS_PADDLE:
         optimizer = fw.optimizer.Adam(1e-2, parameters=net.parameters())
         scaler = adapter.GradScaler(enable=case == "scaled")
@@ -44,7 +48,8 @@ def train(case):
     data = np.random.default_rng(0).standard_normal((24, 16, 4)).astype("float32")
     for step, batch in enumerate(data):
         if step == 12 and case != "healthy":
-            batch = batch * 0 if case != "batch" else np.where(batch > 2, np.nan, batch)
+            has_nan = case in ("batch", "rectified")
+            batch = np.where(batch > 2, np.nan, batch) if has_nan else batch * 0
         x = fw.to_tensor(batch) if IS_PADDLE else fw.tensor(batch)
         scaler.scale(loss_of(net(x), x, case)).backward()
         scaler.step(optimizer)

@@ -107,6 +107,7 @@ def _normal(evidence: Evidence) -> Finding:
             "normal",
             f"{text}, and the loss itself was NaN or Inf in {numbers}{seen_in(evidence.watched)}.",
             "So few batches do no harm; look at them if more follow.",
+            line=None if evidence.watched is None else evidence.watched.line,
             steps=tuple(bad[-2:]),
         )
     if at_lowest := _at_lowest(evidence):

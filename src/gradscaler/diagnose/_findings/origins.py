@@ -21,7 +21,6 @@ from gradscaler.diagnose._record.located import (
     Given,
     Located,
     Made,
-    MadeInModule,
     MadeOutside,
 )
 from gradscaler.diagnose._record.thresholds import EXPLODED, LARGE_FROM_THE_START
@@ -161,7 +160,7 @@ def forward(case: Case) -> Finding | None:
     if located is None or isinstance(located, BadGradient):
         return None
     loss = case.last.loss
-    if loss is not None and math.isfinite(loss) and not isinstance(located, MadeInModule):
+    if loss is not None and math.isfinite(loss) and located.module is None:
         return None  # it did not reach the loss; user code may have changed the gradients
     if isinstance(located, Given):
         return _given(case, located)
@@ -221,10 +220,11 @@ def _given(case: Case, located: Given) -> Finding:
         kind, what = "data", "The batch itself holds"
         action = _LOOK_AT
     rows = f" in {located.rows}" if located.rows else ""
+    layer = f" of {located.module}" if located.module else ""
     seen, so = at_line(located, "first seen in"), case.told(case.outcome.of_forward)
     return Finding(
         kind,
-        f"{what} Inf or NaN{rows} before the forward pass{seen}, {so}.",
+        f"{what} Inf or NaN{rows} before the forward pass{layer}{seen}, {so}.",
         at_any_scale(action, evidence),
         line=located.line,
     )
