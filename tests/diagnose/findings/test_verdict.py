@@ -357,6 +357,13 @@ def test_a_run_of_which_no_gradient_was_read_is_not_told_that_it_is_fine(steps, 
     assert (found.kind, found.findings[0].action) == ("normal", words)
 
 
+def test_without_a_scaler_the_losses_are_told_though_no_gradient_was_read():
+    """As of a function of JAX, of whose results those are read that are not finite."""
+    past = tuple(Step(n, 1.0, skipped=False, loss=1 / n) for n in range(1, 9))
+    found = judge(Evidence(8, 0, first=past[0], past=past, has_scaler=False))
+    assert found.findings[0].action == "Nothing needs fixing: the loss went from 1 to 0.125."
+
+
 @pytest.mark.parametrize(
     ("kind", "evidence"),
     [("data", Evidence(80, 40)), ("floor", Evidence(1000, 3, scale=0.5))],

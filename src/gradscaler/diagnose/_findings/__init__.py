@@ -163,12 +163,12 @@ _FINE = "Nothing needs fixing."
 
 def _nothing(evidence: Evidence) -> str:
     """The action if nothing is unusual; it names parameters that never had a gradient."""
-    if evidence.sample is None and evidence.steps <= SHORT:
-        return f"Too short to judge: {evidence.steps} steps, no gradient read."
-    if evidence.sample is None:
+    learned = _FINE if evidence.has_scaler else whether_it_learns(evidence)
+    if evidence.sample is None and learned == _FINE:
+        if evidence.steps <= SHORT:
+            return f"Too short to judge: {evidence.steps} steps, no gradient read."
         seen = "skips and losses" if evidence.has_scaler else "losses"
         return f"No gradients were read; {seen} show nothing that needs fixing."
-    learned = _FINE if evidence.has_scaler else whether_it_learns(evidence)
     if not (evidence.missing and learned.startswith(_FINE[:-1])):
         return learned
     first, *rest = evidence.missing
