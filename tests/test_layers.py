@@ -44,14 +44,13 @@ TABLE = {
     "keras": RULES | {"_frameworks", "_keras_like", "_on_torch"},
     "tf_keras": RULES | {"_frameworks", "_keras_like"},
     "mindspore": RULES | {"_frameworks"},
-    "gradscaler": RULES | {"_frameworks"},
+    "gradscaler": RULES | {"_frameworks", "_run_script"},
     "checkpoint": RULES | {"_atomic", "_formats", "_frameworks"},
     # The rooms of the diagnosis, from the ground up.
     "diagnose._record": RULES,
     "diagnose._operations": {"diagnose._record"},
     "diagnose._gradients": RULES | {"diagnose._record"},
-    "diagnose._graph": {"gradscaler", "diagnose._record", "diagnose._gradients"}
-    | {"diagnose._operations"},
+    "diagnose._graph": {"diagnose._record", "diagnose._gradients", "diagnose._operations"},
     "diagnose._seams": {"diagnose._record", "diagnose._gradients", "diagnose._graph"}
     | {"diagnose._operations"},
     "diagnose._locate": {"diagnose._record", "diagnose._gradients", "diagnose._graph"}
@@ -67,7 +66,7 @@ TABLE = {
     "diagnose": ROOMS | {"diagnose._locate", "diagnose._monitor"},
     "demo": {"_frameworks", "torch", "diagnose", "diagnose.report"},
     "_doctor": {"_frameworks", "gradscaler"},
-    "_run_script": {"torch", "diagnose", "diagnose._record"}
+    "_run_script": {"torch", "diagnose", "diagnose._record", "diagnose.report"}
     | {"diagnose._locate", "diagnose._graph", "diagnose._findings", "diagnose._monitor"},
     "__main__": {"_atomic", "_doctor", "_frameworks", "_run_script", "gradscaler", "checkpoint"}
     | {"demo"}

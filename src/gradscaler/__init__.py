@@ -1,10 +1,11 @@
 """Loss scaling for mixed-precision training: one rule in every framework's own API.
 
-This package's top level imports no framework. It has the policies (rules for the next loss scale),
-the record of a step, and the errors. The scalers are in ``gradscaler.torch`` and its siblings, each
-of which is imported, with its framework, when it is first used; policies with NumPy, in the same
-way. ``AmaxScale``, ``AmaxState``, ``DynamicScale``, ``FixedScale``, ``Policy`` and ``ScaleState``
-are those of :mod:`gradscaler.policies`.
+This package's top level imports no framework. It has :func:`watch`, which says why a training
+fails, the policies (rules for the next loss scale), the record of a step, and the errors. The
+scalers are in ``gradscaler.torch`` and its siblings, each of which is imported, with its framework,
+when it is first used; policies with NumPy, in the same way. ``AmaxScale``, ``AmaxState``,
+``DynamicScale``, ``FixedScale``, ``Policy`` and ``ScaleState`` are those of
+:mod:`gradscaler.policies`.
 """
 
 import inspect
@@ -21,6 +22,7 @@ from gradscaler.errors import (
 from gradscaler.outcome import NonfiniteGradient, StepOutcome
 
 if TYPE_CHECKING:
+    from gradscaler._run_script.watch import Watch, watch
     from gradscaler.policies import (
         AmaxScale,
         AmaxState,
@@ -44,6 +46,8 @@ __all__ = [
     "ScaleMismatchError",
     "ScaleState",
     "StepOutcome",
+    "Watch",
+    "watch",
 ]
 
 _SUBMODULES = *FRAMEWORKS, "checkpoint", "diagnose", "policies"
@@ -55,6 +59,8 @@ if not TYPE_CHECKING:  # or type checkers would take any attribute for a module
         """Import a submodule or a policy at its first use; the error names a scaler's places."""
         if name in _SUBMODULES:
             return import_module(f"{__name__}.{name}")
+        if name in ("Watch", "watch"):
+            return getattr(import_module(f"{__name__}._run_script.watch"), name)
         if name in __all__:
             return getattr(import_module(f"{__name__}.policies"), name)
         message = f"module {__name__!r} has no attribute {name!r}"

@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import gradscaler
 from gradscaler.diagnose import read_run
 from tests.support.scripts import alone, lines_of, watched
 
@@ -64,3 +67,14 @@ def test_donated_arguments_are_gone_and_a_watched_step_has_copies(ran, in_step_1
     assert str(SCRIPT) not in unknown
     assert "--watch 13 names what made it" in unknown
     assert f"sqrt at {SCRIPT}:{LINE['sqrt']}" in known
+
+
+def test_a_watch_from_inside_names_the_line_and_is_undone(tmp_path):
+    theirs = jax.jit, jax.grad, jax.value_and_grad
+    with gradscaler.watch(tmp_path) as watch:
+        step = jax.jit(jax.value_and_grad(lambda w: jnp.sqrt(jnp.sum(w * w))))
+        step(jnp.ones(3))
+        step(jnp.zeros(3))
+    assert "test_run_script.py:" in watch.verdict.findings[0].line
+    assert (jax.jit, jax.grad, jax.value_and_grad) == theirs
+    step(jnp.ones(3))

@@ -5,8 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import keras
+import numpy as np
 import pytest
 
+import gradscaler
 from gradscaler.diagnose import read_run
 
 # Fit makes the same calls on each backend; tests/diagnose/monitor/test_frameworks.py has them all.
@@ -89,3 +92,14 @@ def test_a_loss_scale_optimizer_of_keras_has_a_run_file(printed):
     assert runs[0].starts[0].policy["name"] == "DynamicScale"
     ends = [each for each in said if re.match(rf"after {steps} steps(, as said above)?: ", each)]
     assert len(ends) == 2
+
+
+def test_a_watch_from_inside_sees_a_fit_of_a_model_that_is_there_and_is_undone(tmp_path):
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "mse")
+    theirs = keras.callbacks.CallbackList.__init__
+    inputs = np.full((32, 4), np.nan, "float32")
+    with gradscaler.watch(tmp_path) as watch:
+        model.fit(inputs, inputs[:, :1], verbose=0, batch_size=8)
+    assert watch.verdict.findings[0].steps
+    assert keras.callbacks.CallbackList.__init__ is theirs

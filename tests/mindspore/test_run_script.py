@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import mindspore
+import numpy as np
 import pytest
 
+import gradscaler
 from gradscaler.diagnose import read_run
 from tests.support.scripts import alone, lines_of, watched
 
@@ -33,3 +36,17 @@ def test_the_first_bad_step_names_operation_and_line(ran):
     for verdict, name in ((root, "sqrt"), (logarithm, "log"), (model, "sqrt")):
         assert f"{name} at {SCRIPT}:{LINE[name]}" in verdict
     assert "holds Inf or NaN" in batch
+
+
+def test_a_watch_from_inside_sees_gradients_of_a_function_that_is_there_and_is_undone(tmp_path):
+    base = mindspore.ops.composite.base
+    model = mindspore.nn.Dense(4, 4, has_bias=False)
+    take = mindspore.value_and_grad(
+        lambda inputs: model(inputs).square().sum().sqrt(), None, model.trainable_params()
+    )
+    theirs = base._pynative_forward_run, base._pynative_func_grad_backward
+    with gradscaler.watch(tmp_path) as watch:
+        for factor in (1.0, 0.0):
+            take(mindspore.Tensor(np.full((2, 4), factor, "float32")))
+    assert "test_run_script.py:" in watch.verdict.findings[0].line
+    assert (base._pynative_forward_run, base._pynative_func_grad_backward) == theirs

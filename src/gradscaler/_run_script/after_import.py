@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from gradscaler._run_script.undo import on_stop
 from gradscaler._run_script.voice import attempt
 
 
@@ -18,7 +19,9 @@ def after_import(name: str, call: Callable[[], None]) -> None:
     if name in sys.modules:
         attempt(call)
     else:
-        sys.meta_path.insert(0, _Finder(name, call))
+        finder = _Finder(name, call)
+        sys.meta_path.insert(0, finder)
+        on_stop.callback(finder.forget)
 
 
 class _Finder:
@@ -27,6 +30,11 @@ class _Finder:
     def __init__(self, name: str, call: Callable[[], None]) -> None:
         self._name, self._call = name, call
         self._is_asking = False
+
+    def forget(self) -> None:
+        """Wait no more."""
+        with suppress(ValueError):  # it was imported
+            sys.meta_path.remove(self)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -14,6 +14,7 @@ from weakref import WeakSet
 from gradscaler._run_script.after_init import after_init
 from gradscaler._run_script.runs import Runs
 from gradscaler._run_script.scaler_watch import ScalerWatch
+from gradscaler._run_script.undo import replace
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.stand_ins import in_place_of
 from gradscaler.diagnose._locate.locate import seam_of
@@ -59,10 +60,12 @@ class BackwardLoops:
             see(loss)
             return backward(loss, *args, **kwargs)
 
-        self._framework.Tensor.backward = seen
+        replace(self._framework.Tensor, "backward", seen)
 
     def _see_optimizer(self, optimizer: Optimizer) -> None:
         """See the steps of an optimizer's class, and of those that it derives from."""
+        if self._runs.is_off:
+            return
         self._new.add(optimizer)
         for kind in type(optimizer).__mro__:
             if "step" in vars(kind) and kind not in self._classes:
@@ -81,7 +84,7 @@ class BackwardLoops:
             finally:
                 after(optimizer)
 
-        kind.step = seen
+        replace(kind, "step", seen)
 
     def _see_scaler(self, scaler: Any) -> None:
         if not self._runs.is_off and scaler.observed.is_enabled:

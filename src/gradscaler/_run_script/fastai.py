@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.optim import optimizer as hooks
 
+from gradscaler._run_script.undo import replace
+
 
 def own_optimizer() -> Any:
     """The class of fastai's optimizers, whose steps call PyTorch's hooks of all optimizers."""
@@ -23,5 +25,5 @@ def own_optimizer() -> Any:
             after(self, args, kwargs)
         return result
 
-    kind.step = announced
+    replace(kind, "step", announced)
     return kind

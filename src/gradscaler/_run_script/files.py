@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
@@ -16,17 +17,17 @@ class RunFiles:
     The ranks of one launch share the name before ``.rank0``, as they have one parent process.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._is_alone = folder, "RANK" not in os.environ
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options, self._is_alone = options, "RANK" not in os.environ
         self._rank = "" if self._is_alone else f".rank{os.environ['RANK']}"
 
     @cached_property
-    def _start(self) -> Path:
+    def _start(self) -> str:
         """What all names begin with; at its first use, as PyTorch may be there before a script."""
         script = Path(sys.argv[0])
         name = script.parent.name if script.stem == "__main__" else script.stem
         process = os.getpid() if self._is_alone else os.getppid()
-        return self._folder / f"{name or 'run'}-{time.strftime('%Y%m%d-%H%M')}-{process}"
+        return f"{name or 'run'}-{time.strftime('%Y%m%d-%H%M')}-{process}"
 
     def next(self) -> Path:
         """A file that does not exist; its folder does.
@@ -34,10 +35,11 @@ class RunFiles:
         Raises:
             OSError: the folder cannot be made or read.
         """
-        self._start.parent.mkdir(parents=True, exist_ok=True)
+        folder: Path = self._options.folder
+        folder.mkdir(parents=True, exist_ok=True)
         for number in count(1):
             run = f".{number}" if number > 1 else ""
-            path = Path(f"{self._start}{run}{self._rank}.jsonl")
+            path = folder / f"{self._start}{run}{self._rank}.jsonl"
             if not path.exists():
                 return path
         raise AssertionError("unreachable")

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 from gradscaler._run_script.files import RunFiles
 from gradscaler._run_script.options import MOST_RUNS, STOPPED
 from gradscaler._run_script.termination import before_termination
+from gradscaler._run_script.undo import on_stop, replace
 from gradscaler._run_script.voice import attempt, say
 from gradscaler._run_script.watched_run import WatchedRun
 from gradscaler.diagnose import inspect, locate
@@ -44,8 +45,8 @@ class Fits:
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self._options, self._files = options, RunFiles(options.folder)
-        self._process = os.getpid()
+        self._options, self._files = options, RunFiles(options)
+        self._process, self._is_over = os.getpid(), False
         self._losses = WeakKeyDictionary[Any, Losses]()  # by optimizer
         self._scaled = WeakKeyDictionary[Any, WatchedRun]()  # the latest keeps its model alive
         self._watched = WeakKeyDictionary[Any, FitWatch]()  # by optimizer
@@ -62,11 +63,17 @@ class Fits:
             ours = self._callbacks_for(kwargs.get("model"))
             initialize(own, [*keras.tree.flatten(callbacks or []), *ours], *args, **kwargs)
 
-        kind.__init__ = initialized
+        replace(kind, "__init__", initialized)
+        on_stop.callback(self._stop)
+
+    def _stop(self) -> None:
+        self._end()
+        atexit.unregister(self._end)
+        self._is_over = True
 
     def _callbacks_for(self, model: Any) -> list[Any]:
         optimizer = getattr(model, "optimizer", None)
-        if optimizer is None or os.getpid() != self._process:
+        if optimizer is None or self._is_over or os.getpid() != self._process:
             return []
         if optimizer not in self._losses and len(self._to_end) < MOST_RUNS:
             attempt(partial(self._begin, optimizer, model))
@@ -112,6 +119,7 @@ class Losses:
     def __init__(self, is_scaled: bool, options: argparse.Namespace) -> None:
         self._may_stop, self._is_scaled = options.stop and not is_scaled, is_scaled
         self._proposes_watch = options.watch is None and not is_scaled
+        self._again = options.again
         self._num_epochs = self._num_steps = 0  # the steps are those of epochs that have ended
         self._first: tuple[int, int, float] | None = None  # epoch, batch and loss, not finite
         self._weights = ""  # a clause about them after that
@@ -145,7 +153,7 @@ class Losses:
         is_first, self._first = self._first is None, min(self._first or found, found)
         if is_first:
             step = self._num_steps + found[1]
-            source = f"source: the same command with --watch {max(step, 2)} names what made it"
+            source = f"source: {self._again.format(max(step, 2))} names what made it"
             say(f"{_named(found)}. {_CURES}", *[source] * self._proposes_watch)
         if self._may_stop:
             raise SystemExit(STOPPED)

@@ -13,6 +13,7 @@ from typing import Any
 
 from gradscaler._run_script.after_import import after_import
 from gradscaler._run_script.runs import Runs
+from gradscaler._run_script.undo import replace
 from gradscaler.diagnose._graph.call_site import is_of_user
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._locate.leaf_names import names_in_states, parameters_of
@@ -48,7 +49,7 @@ class FunctionLoops:
 
     def _watch(self, module: Any, *names: str) -> None:
         for name in names:
-            setattr(module, name, self._in_place_of(getattr(module, name), name))
+            replace(module, name, self._in_place_of(getattr(module, name), name))
 
     def _in_place_of(self, transform: Function, name: str) -> Function:
         """A transformation whose functions are watched if they are the user's."""
@@ -65,6 +66,8 @@ class FunctionLoops:
 
     def call(self, watched: _Watched, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a watched function, and look at its result if it took a gradient."""
+        if self._runs.is_off:
+            return watched.function(*args, **kwargs)
         if watched.takes_gradient:
             for each in self._calling:
                 each.takes_gradient = True

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from gradscaler._run_script.runs import Runs
+from gradscaler._run_script.undo import replace
 from gradscaler._run_script.watched_run import WatchedRun
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.stand_ins import in_place_of
@@ -61,8 +62,8 @@ class GradientLoops:
             record(weights, made)
             return made
 
-        base._pynative_forward_run = seen_run
-        base._pynative_func_grad_backward = seen_backward
+        replace(base, "_pynative_forward_run", seen_run)
+        replace(base, "_pynative_func_grad_backward", seen_backward)
 
     def _see_forward(self, function: Any, args: Any, kwargs: Any, results: Any) -> None:
         if not self._is_looking:

@@ -12,6 +12,7 @@ from gradscaler._run_script.files import RunFiles
 from gradscaler._run_script.options import MOST_RUNS
 from gradscaler._run_script.step_watch import Search
 from gradscaler._run_script.termination import before_termination
+from gradscaler._run_script.undo import on_stop, replace
 from gradscaler._run_script.voice import attempt, say
 from gradscaler._run_script.watched_run import WatchedRun
 from gradscaler.diagnose._findings.frameworks import framework_named
@@ -27,20 +28,29 @@ class Runs:
     """
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
-        self._name, self._options, self._files = name, options, RunFiles(options.folder)
+        self._name, self._options, self._files = name, options, RunFiles(options)
         self._process, self._num_left = os.getpid(), MOST_RUNS
+        self._is_over = False
         self.open: dict[object, WatchedRun] = {}
-        guard.say = say
+        replace(guard, "say", say)
         guard.add(self)
+        on_stop.callback(self.stop)
 
     def break_off(self, _: str) -> None:
         """Begin no more, as an error has ended those that were open."""
         self._num_left = 0
 
+    def stop(self) -> None:
+        """End all runs, and begin no more."""
+        self.end()
+        guard.remove(self)
+        atexit.unregister(self.end)
+        self._is_over = True
+
     @property
     def is_off(self) -> bool:
-        """Whether this is a child that was forked."""
-        return os.getpid() != self._process
+        """Whether this is a child that was forked, or the watch has stopped."""
+        return self._is_over or os.getpid() != self._process
 
     def begin(self, key: object, scaler: Any, model: Any, search: Search | None = None) -> None:
         """Begin a run, unless there were enough; what it takes is what WatchedRun does."""

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from gradscaler._run_script import fastai
 from gradscaler._run_script.after_import import after_import
-from gradscaler._run_script.after_init import after_init
+from gradscaler._run_script.after_init import after_init, in_memory
 from gradscaler._run_script.files import RunFiles
 from gradscaler._run_script.models import models_of
 from gradscaler._run_script.options import MOST_RUNS
@@ -25,17 +26,23 @@ from gradscaler._run_script.scaler_watch import (
     ScalerWatch,
 )
 from gradscaler._run_script.termination import before_termination, die_in_groups
+from gradscaler._run_script.undo import on_stop, replace
 from gradscaler._run_script.variables import loss_left_out
 from gradscaler._run_script.voice import attempt, say, say_no_step
 from gradscaler._run_script.watched_run import WatchedRun
 from gradscaler.diagnose._findings.frameworks import framework_named
-from gradscaler.diagnose._graph.guard import guard
+from gradscaler.diagnose._graph.guard import guard, guarded
 from gradscaler.diagnose._graph.lines import Tracebacks
+from gradscaler.diagnose._graph.stand_ins import in_place_of
 from gradscaler.diagnose._monitor import backward_calls, unfit_states
 from gradscaler.diagnose._monitor.by_identity import ByIdentity
 from gradscaler.torch import GradScaler, install
-from gradscaler.torch._install import raise_as_theirs, replace_sharded
+from gradscaler.torch._install import is_theirs, raise_as_theirs, replace_sharded
 
+_THEIRS = (
+    "a GradScaler that was made before gradscaler.watch() scales this loss, so the training is not "
+    "watched. Make the scaler after that call."
+)
 _LOOP = 0  # the key of the loop without a scaler; others are the ids of scalers
 
 
@@ -47,7 +54,7 @@ class Session:
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self._options, self._files = options, RunFiles(options.folder)
+        self._options, self._files = options, RunFiles(options)
         self._process = os.getpid()
         self._new = ByIdentity[None]()  # optimizers made since the latest run began
         self._model: Any = None  # of the latest run
@@ -56,20 +63,25 @@ class Session:
         self._num_runs = 0
         self._scalers = FreshScalers()
         self._has_given_up = False
+        self._waits = self._is_told = False  # for an optimizer, as a scaler of PyTorch's is in use
         self._lines = Tracebacks()  # of the first forward pass, which comes before the monitor
 
     def start(self) -> None:
         """Watch this process from now on."""
-        guard.say = say
-        guard.add(self)
-        install()
-        raise_as_theirs()  # a script must not end because it is watched
-        attempt(die_in_groups)
         after_import("torch.distributed.fsdp.sharded_grad_scaler", replace_sharded)
+        replace(guard, "say", say)
+        guard.add(self)
+        on_stop.callback(self._stop)
+        on_stop.enter_context(install())
+        on_stop.enter_context(raise_as_theirs())  # a script must not end because it is watched
+        attempt(die_in_groups)
         after_init(Optimizer, self._see_optimizer)
         after_import("fastai.optimizer", self._see_fastai)
         after_init(GradScaler, self._see_scaler)
-        attempt(unfit_states.watch)
+        load = unfit_states.noting(torch.nn.Module.load_state_dict)
+        replace(torch.nn.Module, "load_state_dict", load)
+        if any(map(is_theirs, in_memory(torch.amp.GradScaler))):
+            self._see_theirs()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=_leave_child_alone)
         self._end_first()
@@ -78,6 +90,12 @@ class Session:
         """Let the verdict come before monitors close by themselves at exit."""
         atexit.unregister(self.end)
         atexit.register(self.end)
+
+    def _stop(self) -> None:
+        self.end()
+        self.break_off("")
+        guard.remove(self)
+        atexit.unregister(self.end)
 
     def break_off(self, _: str) -> None:
         """Begin no more runs, as an error has ended those that were open."""
@@ -94,7 +112,8 @@ class Session:
     def _see_optimizer(self, optimizer: Optimizer) -> None:
         if self._is_off or _held_by([optimizer]) <= self._known:
             return
-        if not self._new:
+        if not self._new or self._waits:
+            self._waits = False
             self._end_runs()  # not in the backward pass, where a watch cannot be left
             self._lines.start()
             backward_calls.listen(self)
@@ -108,6 +127,26 @@ class Session:
             key, begin = id(scaler), partial(self._begin_scaled, scaler)
             stepped, ended = partial(self._scalers.note, key), partial(self._end_step, key)
             scaler.add_observer(ScalerWatch(begin, stepped, ended))
+
+    def _see_theirs(self) -> None:
+        """Leave losses alone that PyTorch's own scalers scale, which were made before the watch."""
+        scale, see = torch.amp.GradScaler.scale, guarded(self._leave_alone)
+
+        @in_place_of(scale)
+        def seen(scaler: Any, outputs: Any) -> Any:
+            see(scaler)
+            return scale(scaler, outputs)
+
+        replace(torch.amp.GradScaler, "scale", seen)
+
+    def _leave_alone(self, scaler: Any) -> None:
+        if self._is_off or not is_theirs(scaler) or not scaler.is_enabled():
+            return
+        backward_calls.ignore(self)
+        self._lines.stop()
+        if not self._is_told:
+            say(_THEIRS)
+        self._is_told = self._waits = True
 
     def before_backward(self, losses: Sequence[Any]) -> None:
         """Begin the run of a loop without a scaler, which hears of this backward pass, too."""
@@ -168,7 +207,7 @@ class Session:
             self._end_runs()
             if self._has_given_up:
                 say(f"as said above: {OF_EACH_STEP}")
-            if not self._num_runs:
+            if not self._num_runs and not self._is_told:
                 self._num_runs = MOST_RUNS
                 say_no_step(self._options)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from gradscaler._run_script.undo import on_stop, replace
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.stand_ins import in_place_of
 
@@ -32,6 +33,7 @@ def before_termination(call: Callable[[], None]) -> None:
     elif _in_c() is None:
         signal.signal(signal.SIGTERM, _LastWord(call))
         _LastWord.in_c = _in_c()
+        on_stop.callback(_remove)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=_LastWord.remove)
 
@@ -49,7 +51,7 @@ def die_in_groups() -> None:
         join(*args, **kwargs)
 
     for module in (distributed, distributed.distributed_c10d):
-        module.init_process_group = init_process_group
+        replace(module, "init_process_group", init_process_group)
 
 
 @guarded

@@ -13,7 +13,7 @@ from gradscaler._run_script.files import RunFiles
 from gradscaler._run_script.options import STOPPED
 from gradscaler._run_script.step_watch import Search, StepWatch
 from gradscaler._run_script.voice import is_quiet_rank, say, say_no_step, shown
-from gradscaler.diagnose import Finding, Monitor, Verdict
+from gradscaler.diagnose import Finding, Monitor, Verdict, read_run, report
 from gradscaler.diagnose._findings.frameworks import Framework
 from gradscaler.diagnose._graph.guard import guard
 from gradscaler.diagnose._monitor.models import one_model
@@ -23,7 +23,7 @@ _LOST = {"parameter", "divergence", "activations", "loss", "nan", "floor", "sile
 # What a watched step may name the maker of: always, or if the run itself did not.
 _OF_VALUES, _OF_OPERATIONS = {"data", "silent"}, {"nan", "loss", "activations"}
 # A script may have looked at a number that is no loss, or that it keeps nowhere.
-_HINT = " If it found a NaN, --watch {} names the operation."
+_HINT = " If it found a NaN, {} names the operation."
 
 
 class WatchedRun:
@@ -60,8 +60,9 @@ class WatchedRun:
             self._monitor = Monitor(*given, self._path, tell=self._tell)
         except OSError as error:  # the folder, or the disk is full
             why = f"{shown(options.folder)} cannot be written to ({error.strerror or error})"
-            self._path = f"none, as {why}; name another folder with -o"
+            self._path = f"none, as {why}; name another folder with {options.elsewhere}"
             self._monitor = Monitor(*given, tell=self._tell)
+        options.latest = self
         self._watch: StepWatch | None = None
         self._proposes_watch = framework.has_watch and options.watch is None
         if options.watch is None or not framework.has_watch:
@@ -72,6 +73,22 @@ class WatchedRun:
             from gradscaler._run_script.hooked_step_watch import HookedStepWatch  # imports PyTorch
 
             self._watch = HookedStepWatch(options.watch, self._monitor, model)
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The verdict so far; None before the first step."""
+        return self._monitor.verdict if self._monitor.history else None
+
+    def report(self, path: Path) -> None:
+        """Write a report on the steps so far.
+
+        Raises:
+            ValueError: the run has no file, or the name has another ending.
+        """
+        if isinstance(self._path, str):
+            raise ValueError(f"there is no run file to report on: {self._path}")
+        self._monitor.flush()
+        report.write(read_run(self._path), path)
 
     def callback(self) -> Any:
         """A callback of Keras that records each step."""
@@ -149,7 +166,8 @@ class WatchedRun:
             self._remove_file()
             say_no_step(self._options)
         elif verdict.kind == "normal" and self._options.has_failed:
-            hint = _HINT.format(steps + 1) if self._proposes_watch else ""
+            again = self._options.again.format(steps + 1)
+            hint = _HINT.format(again) if self._proposes_watch else ""
             say(f"the script ended after step {steps}.{hint}", self._lines[0])
         elif verdict.kind != "normal" or not is_quiet_rank():
             self._say_verdict(verdict, steps)
@@ -168,5 +186,5 @@ class WatchedRun:
         say(
             f"after {steps:,} step{'s' * (steps != 1)}{text}",
             *self._lines,
-            *[f"source: the same command with --watch {bad} names what made it"] * is_made_before,
+            *[f"source: {self._options.again.format(bad)} names what made it"] * is_made_before,
         )

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import copyreg
 import warnings
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial, wraps
 from importlib import import_module
 from typing import Any
@@ -119,9 +120,19 @@ _OF_TORCH = _Replacement(
 )
 
 
-def raise_as_theirs() -> None:
+@contextmanager
+def raise_as_theirs() -> Iterator[None]:
     """Let scalers that are made in place of PyTorch's raise no error that PyTorch's do not."""
     _OF_TORCH.raises_as_theirs = True
+    try:
+        yield
+    finally:
+        _OF_TORCH.raises_as_theirs = False
+
+
+def is_theirs(scaler: object) -> bool:
+    """Whether a scaler is PyTorch's, and would be ours if it were made after :func:`install`."""
+    return type(scaler) in _OF_TORCH.ours
 
 
 def replace_sharded() -> None:

@@ -17,9 +17,9 @@ line_with = lines_marked_in(__file__)
 
 @pytest.fixture
 def model(monkeypatch):
-    monkeypatch.setattr(nn.Module, "load_state_dict", nn.Module.load_state_dict)
+    load = unfit_states.noting(nn.Module.load_state_dict)
+    monkeypatch.setattr(nn.Module, "load_state_dict", load)
     monkeypatch.setattr(unfit_states, "places", [])
-    unfit_states.watch()
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
 
 

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+import gradscaler
 from gradscaler.diagnose import read_run
+from tests.support.eager import library
 from tests.support.scripts import alone, lines_of, watched
 
 SCRIPT = Path(__file__).with_name("loops.py")
@@ -57,3 +59,19 @@ def test_a_watched_step_names_the_operation_and_the_line(in_step_13):
     for verdict in batches:  # the rectified one has a finite loss
         assert re.search("holds Inf or NaN in row.* before the forward pass of first,", verdict)
         assert f"{SCRIPT}:{LINE['first']}" in verdict
+
+
+def test_a_watch_from_inside_sees_an_optimizer_that_is_there_and_is_undone(tmp_path):
+    model = library.model()
+    parameters = list(model.parameters())
+    optimizer = library.sgd(parameters)
+    kinds = library.framework.Tensor, type(optimizer)
+    theirs = kinds[0].backward, kinds[1].step
+    with gradscaler.watch(tmp_path, step=3) as watch:
+        for step in range(3):
+            loss = sum((each * each * float(step < 2)).sum() for each in parameters).sqrt()
+            library.clear_gradients(optimizer)
+            loss.backward()
+            optimizer.step()
+    assert "test_run_script.py:" in watch.verdict.findings[0].line
+    assert (kinds[0].backward, kinds[1].step) == theirs

@@ -110,7 +110,8 @@ def test_a_script_that_ends_at_another_nan_is_told_how_to_find_the_operation(end
     status, printed, said, file = ended["looks elsewhere"]
     assert (status, printed) == (1, "")
     assert "Nothing needs fixing" not in said
-    assert "ended after step 29. If it found a NaN, --watch 30 names the operation." in words(said)
+    found = "If it found a NaN, the same command with --watch 30 names the operation."
+    assert f"ended after step 29. {found}" in words(said)
     assert f"  file:   {file}\n" in said
     again = words(ended["looks again"].said)
     assert f"step watched: forward of a function (float32), sqrt at {LINE}: " in again

@@ -1,7 +1,5 @@
 """An error of ours ends the watch, and never the training: raised wherever PyTorch calls us."""
 
-import argparse
-import atexit
 import gc
 import signal
 import sys
@@ -12,13 +10,12 @@ import pytest
 import torch
 
 import gradscaler
-from gradscaler._run_script.session import Session
 from gradscaler.diagnose import Monitor
 
-# The guard itself, and the launcher, have no public name.
+# The guard itself has no public name.
 from gradscaler.diagnose._graph import guard as guards
 from gradscaler.diagnose._graph.guard import guard
-from gradscaler.torch import GradScaler, uninstall
+from gradscaler.torch import GradScaler
 
 OWN = Path(gradscaler.__file__).parent
 ROOMS = str(OWN / "diagnose"), str(OWN / "_run_script")
@@ -75,31 +72,9 @@ def monitored(tmp_path, with_scaler):
 @contextmanager
 def under_run(tmp_path, with_scaler):
     """The launcher's session, which finds the model itself; what it replaces is put back."""
-    options = argparse.Namespace(
-        folder=tmp_path,
-        every=2,
-        watch=4,
-        stop=False,
-        trace=None,
-        has_raised=False,
-        has_failed=False,
-        is_watched=False,
-    )
-    kinds = torch.optim.Optimizer, GradScaler
-    before = [kind.__init__ for kind in kinds]
-    session = Session(options)
-    session.start()
-    guard.say = guards._print  # to the stderr of now
-    try:
+    with gradscaler.watch(tmp_path, every=2, step=4):
+        guard.say = guards._print  # to the stderr of now
         yield lambda *_: None
-        session.end()
-    finally:
-        uninstall()
-        for kind, init in zip(kinds, before, strict=True):
-            kind.__init__ = init
-        atexit.unregister(session.end)
-        guard.say = guards._print
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 WAYS = {"monitor": monitored, "run": under_run}

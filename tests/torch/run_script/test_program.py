@@ -4,6 +4,7 @@ Two scripts import PyTorch in a process of their own: in one, scalers become our
 trainings fail with and without one. All others run in forks of a process that has imported it.
 """
 
+import argparse
 import signal
 import subprocess
 import sys
@@ -230,7 +231,7 @@ def test_a_file_has_the_name_of_a_script_that_begins_after_pytorch_was_imported(
     monkeypatch, tmp_path
 ):
     monkeypatch.setattr(sys, "argv", ["gradscaler"])
-    files = RunFiles(tmp_path)  # at the import of PyTorch
+    files = RunFiles(argparse.Namespace(folder=tmp_path))  # at the import of PyTorch
     monkeypatch.setattr(sys, "argv", ["train.py"])
     assert files.next().name.startswith("train-")
 

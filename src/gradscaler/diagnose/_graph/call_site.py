@@ -11,7 +11,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
-import gradscaler
 from gradscaler.diagnose._graph import stand_ins
 from gradscaler.diagnose._operations.operation import Role
 from gradscaler.diagnose._operations.rows import canonical, names_with
@@ -169,7 +168,7 @@ def _is_of_determinant(node: Node) -> bool:
 @cache
 def _whose(filename: str) -> Literal["user", "functions", "framework", "gradscaler"]:
     """The owner of a file; ``"functions"`` are the files of PyTorch's public Python functions."""
-    path, own = Path(filename), Path(gradscaler.__file__).parent
+    path, own = Path(filename), Path(__file__).parents[2]
     if path in [Path(__file__).parent.joinpath(each).resolve() for each in _PASSED]:
         return "framework"
     if own in path.parents:

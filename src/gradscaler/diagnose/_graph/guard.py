@@ -20,8 +20,6 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import Any, Protocol, TypeVar
 
-import gradscaler
-
 CallT = TypeVar("CallT", bound=Callable[..., Any])
 
 _OWN = "an error of gradscaler's own ended"
@@ -123,11 +121,12 @@ def _is_of_handler(error: Exception) -> bool:
 
 def _at(error: Exception) -> str:
     """Where an error of ours was raised, and the versions."""
-    own = Path(gradscaler.__file__).parent
+    own = Path(__file__).parents[2]
     calls = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
     ours = [(Path(code.co_filename), line) for code, line in calls]
     at = [f"{path.relative_to(own)}:{line}" for path, line in ours if own in path.parents]
     torch: Any = sys.modules.get("torch")
-    versions = f"gradscaler {gradscaler.__version__}, Python {platform.python_version()}"
+    version = sys.modules["gradscaler"].__version__
+    versions = f"gradscaler {version}, Python {platform.python_version()}"
     versions += f", PyTorch {torch.__version__}" if torch is not None else ""
     return ", ".join([*at[-1:], versions])

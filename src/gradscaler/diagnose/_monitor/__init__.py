@@ -397,6 +397,15 @@ class Monitor:
             return streak.verdict.in_full
         return self._judge(log)
 
+    def flush(self) -> None:
+        """Write the steps so far to the file, which a report may read then. Waits for the device.
+
+        Training writes by itself at least once a second. Call this between steps.
+        """
+        if self._is_open:
+            self._source.read()
+            self._log.add_sample()
+
     def close(self) -> None:
         """Stop watching, write what is left, and close the files.
 

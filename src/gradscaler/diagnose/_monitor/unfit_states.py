@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from inspect import currentframe
 from types import FrameType
 from typing import Any
@@ -16,10 +15,9 @@ places: list[str] = []
 """Each such call until an observer notes it, as ``"2 keys (such as a, not b) at train.py:3"``."""
 
 
-def watch() -> None:
-    """See the calls of this process from now on."""
-    module = sys.modules["torch"].nn.Module
-    load, note = module.load_state_dict, guarded(_note)
+def noting(load: Callable[..., Any]) -> Any:
+    """A function in place of PyTorch's ``load_state_dict``, which it calls."""
+    note = guarded(_note)
 
     @in_place_of(load)
     def seen(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
@@ -27,7 +25,7 @@ def watch() -> None:
         note(state_dict, found, currentframe())
         return found
 
-    module.load_state_dict = seen
+    return seen
 
 
 def _note(state: Mapping[str, Any], found: Any, frame: FrameType | None) -> None:

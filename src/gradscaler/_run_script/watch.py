@@ -1,0 +1,204 @@
+"""``gradscaler.watch()``: what ``gradscaler run`` does, from inside the process.
+
+This imports no framework. What watches one is imported once the framework is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import os
+import sys
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from gradscaler._run_script.after_import import after_import
+from gradscaler._run_script.options import FOLDER
+from gradscaler._run_script.undo import on_stop, replace
+from gradscaler._run_script.voice import attempt, say
+
+if TYPE_CHECKING:  # the script may set its environment before NumPy is imported
+    from gradscaler.diagnose import Verdict
+
+# By the framework: the module that watches its loops, the class there, and its first arguments.
+_WATCHED: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "torch": ("session", "Session", ()),
+    "keras": ("fits", "Fits", ()),
+    "paddle": ("backward_loops", "BackwardLoops", ("paddle",)),
+    "tensorplay": ("backward_loops", "BackwardLoops", ("tensorplay",)),
+    "jax": ("function_loops", "FunctionLoops", ()),
+    "mindspore": ("gradient_loops", "GradientLoops", ()),
+}
+_current: list[Watch] = []  # the one of this process, if there is one
+
+
+class Watch:
+    """The watch of this process, which :func:`watch` began.
+
+    It is a context manager, whose exit stops it.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options, self._process = options, os.getpid()
+        state = {"has_raised": False, "has_failed": False, "is_watched": False}
+        vars(options).update(state, trace=None, latest=None)
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The verdict on the latest run so far; None before its first step.
+
+        ``fit`` of Keras 3 has one only with a ``LossScaleOptimizer``.
+        """
+        latest = self._options.latest
+        return None if latest is None else latest.verdict
+
+    def report(self, path: str | os.PathLike[str] = "report.html") -> None:
+        """Write a report on the latest run so far.
+
+        Args:
+            path: a name that ends in ``.html``, for a page that needs no other file, or in
+                ``.png``.
+
+        Raises:
+            ValueError: no step was seen yet, the run has no file, or the name has another ending.
+            ImportError: matplotlib is not installed.
+            OSError: the file cannot be written.
+        """
+        if self._options.latest is None:
+            raise ValueError("there is no run to report on, as no step was seen yet")
+        self._options.latest.report(Path(path))
+
+    def stop(self) -> None:
+        """Say the verdict, and undo all that the watch has changed.
+
+        Scalers that were made meanwhile stay gradscaler's, which take the same decisions as
+        PyTorch's. Functions that ``jax.jit`` returned meanwhile pass their calls on.
+        """
+        if self in _current:
+            _current.remove(self)
+            attempt(on_stop.close)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            note_end(self._options, error)
+        self.stop()
+
+    def _start(self) -> None:
+        for framework, (module, kind, names) in _WATCHED.items():
+            after_import(framework, partial(_start_in, module, kind, *names, self._options))
+
+    def _explain_at_end(self) -> None:
+        atexit.register(self._say_if_unwatched)
+        on_stop.callback(atexit.unregister, self._say_if_unwatched)
+        on_stop.callback(self._say_if_unwatched)
+
+    def _say_if_unwatched(self) -> None:
+        """Say why there is no verdict, in the process that was started and not in its forks."""
+        is_said = "torch" in sys.modules  # its own watch says it
+        is_quiet = self._options.has_raised or self._options.is_watched or is_said
+        if not is_quiet and os.getpid() == self._process:
+            say("no step of a training was seen in this process, so there is no verdict.")
+
+
+def note_end(options: argparse.Namespace, error: BaseException) -> None:
+    """Note what a script has raised at its end."""
+    is_exit = isinstance(error, (SystemExit, KeyboardInterrupt))
+    options.has_raised, options.trace = True, error.__traceback__
+    options.has_failed = bool(error.code) if isinstance(error, SystemExit) else not is_exit
+
+
+def _start_in(module: str, kind: str, *given: Any) -> None:
+    """Watch the loops of a framework, now that it is imported."""
+    getattr(import_module(f"gradscaler._run_script.{module}"), kind)(*given).start()
+
+
+def begin(options: argparse.Namespace) -> Watch:
+    """Watch the trainings of this process from now on."""
+    started = Watch(options)
+    _current[:] = [started]
+    started._start()
+    return started
+
+
+def watch(
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    every: int | None = None,
+    step: int | None = None,
+) -> Watch:
+    """Watch the trainings of this process, as ``gradscaler run`` does, from inside it.
+
+    Call it before the loop, also after the model and the optimizer are made, in any framework that
+    ``gradscaler run`` watches, whether it is imported before or after the call. Findings go to
+    stderr. So does the verdict: at :meth:`Watch.stop`, at the end of a ``with`` block, or when the
+    process ends. The training stays the same to the bit.
+
+    In PyTorch, call it before a ``GradScaler`` is made. In JAX, call it before ``jax.jit``,
+    ``jax.grad`` and ``jax.value_and_grad`` are called, or imported by name. Objects that were made
+    before cannot be watched.
+
+    A process has one watch. A second call returns it; what the call is given counts for the runs
+    that begin after it.
+
+    Args:
+        folder: the folder of the run files; ``gradscaler-runs`` in the working directory by
+            default.
+        every: sample the gradients of one step in ``every``, on average; 100 by default.
+        step: watch each operation of this step, from 2 on. It takes as long as some steps do.
+
+    Returns:
+        The watch, which has the verdict.
+
+    Raises:
+        ValueError: ``every`` is less than 1, or ``step`` less than 2.
+
+    >>> import tempfile
+    >>> import torch
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with watch(tempfile.mkdtemp()) as watched:
+    ...     for _ in range(3):
+    ...         optimizer.zero_grad()
+    ...         model(torch.ones(4)).square().sum().backward()
+    ...         optimizer.step()
+    >>> watched.verdict.kind
+    'normal'
+    """
+    for name, number, least in (("every", every, 1), ("step", step, 2)):
+        if number is not None and number < least:
+            raise ValueError(f"{name} must be at least {least}, got {number!r}")
+    if not _current or _current[0]._process != os.getpid():  # a child that was forked
+        on_stop.pop_all()
+        options = argparse.Namespace(folder=Path(FOLDER).absolute(), every=100, watch=None)
+        vars(options).update(
+            stop=False, again="gradscaler.watch(step={})", elsewhere="gradscaler.watch(folder)"
+        )
+        begin(options)
+        _current[0]._explain_at_end()
+        _see_uncaught(options)
+    options = _current[0]._options
+    given = {"folder": None if folder is None else Path(folder).absolute(), "every": every}
+    vars(options).update({k: v for k, v in {**given, "watch": step}.items() if v is not None})
+    return _current[0]
+
+
+def _see_uncaught(options: argparse.Namespace) -> None:
+    """Note an exception that ends the script."""
+    shown = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        note_end(options, error)
+        shown(kind, error, trace)
+
+    replace(sys, "excepthook", show)

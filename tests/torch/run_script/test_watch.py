@@ -1,0 +1,152 @@
+"""``gradscaler.watch()`` does what ``gradscaler run`` does, from inside, and undoes it."""
+
+import sys
+
+import pytest
+import torch
+
+import gradscaler
+from gradscaler.diagnose import read_run
+from tests.support import programs
+
+# What a watch replaces.
+PLACES = [
+    (torch.optim.Optimizer, "__init__"),
+    (torch.nn.Module, "load_state_dict"),
+    (torch.autograd, "backward"),
+    (torch.amp.GradScaler, "scale"),
+    (torch.distributed, "init_process_group"),
+    (sys, "excepthook"),
+]
+
+
+def replaced():
+    return [vars(owner).get(name) for owner, name in PLACES]
+
+
+def network():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train(model, optimizer, scaler=None, steps=5):
+    """A training whose gradient is NaN in its last step; its bits."""
+    for step in range(steps):
+        loss = (model(torch.randn(8, 4)) * (step < steps - 1)).square().sum().sqrt()
+        optimizer.zero_grad()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+    return [parameter.tolist() for parameter in model.parameters()]
+
+
+def test_a_training_is_watched_whose_model_and_optimizer_are_there(tmp_path):
+    before, finders = replaced(), sys.meta_path.copy()
+    unwatched = train(*network())
+    made = network()
+    watch = gradscaler.watch(tmp_path)
+    assert watch.verdict is None
+    with pytest.raises(ValueError, match="no step was seen yet"):
+        watch.report(tmp_path / "report.html")
+    assert str(train(*made)) == str(unwatched)
+    (finding,) = watch.verdict.findings
+    assert finding.line.startswith("tests/torch/run_script/test_watch.py:")
+    watch.report(tmp_path / "report.html")
+    assert "by the gradient of sqrt" in (tmp_path / "report.html").read_text()
+    watch.stop()
+    assert replaced() == before
+    assert sys.meta_path == finders
+    assert type(torch.amp.GradScaler("cpu")) is torch.amp.GradScaler
+    assert watch.verdict.findings == (finding,)
+    (file,) = tmp_path.glob("*.jsonl")
+    assert read_run(file).num_steps == 5
+
+
+def test_a_second_call_returns_the_first_and_its_arguments_count_for_the_next_run(tmp_path):
+    with gradscaler.watch(tmp_path / "first") as watch:
+        train(*network(), torch.amp.GradScaler("cpu"))
+        assert gradscaler.watch(tmp_path / "second") is watch
+        train(*network())
+    again = gradscaler.watch()
+    again.stop()
+    assert again is not watch
+    first, second = (read_run(*(tmp_path / name).iterdir()) for name in ("first", "second"))
+    assert (first.num_steps, bool(first.scales)) == (5, True)
+    assert (second.num_steps, bool(second.scales)) == (5, False)
+
+
+@pytest.mark.parametrize("given", [{"every": 0}, {"step": 1}])
+def test_a_wrong_number_is_refused_and_begins_no_watch(given):
+    before = replaced()
+    with pytest.raises(ValueError, match=f"{next(iter(given))} must be at least"):
+        gradscaler.watch(**given)
+    assert replaced() == before
+
+
+EARLY = """
+import os
+import gradscaler
+watch = gradscaler.watch()
+import torch
+def train():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        loss = (model(torch.randn(8, 4)) * (step < 4)).square().sum().sqrt()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+train()
+if (child := os.fork()) == 0:
+    with gradscaler.watch("of_child") as own:
+        print(own is watch)
+        train()
+    os._exit(0)
+os.waitpid(child, 0)
+raise RuntimeError("the loss is nan")
+"""
+
+
+@pytest.mark.parametrize("under", [(), ("-m", "gradscaler", "run")], ids=["alone", "run"])
+def test_a_watch_before_the_import_says_the_verdict_after_the_traceback(tmp_path, under):
+    (tmp_path / "script.py").write_text(EARLY)
+    ended = programs.run(*under, "script.py", cwd=tmp_path)
+    said = " ".join(ended.stderr.split())
+    assert (ended.returncode, ended.stdout) == (1, "False\n")
+    assert said.count("by the gradient of sqrt at script.py:11") == 4  # a half is the child's
+    assert said.index("the loss is nan") < said.rindex("gradscaler: after 5 steps, as said above")
+    folders = [tmp_path / name for name in ("gradscaler-runs", "of_child")]
+    assert [len(list(folder.iterdir())) for folder in folders] == [1, 1]
+
+
+THEIRS = """
+import torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu")
+import gradscaler
+watch = gradscaler.watch()
+for step in range(6):
+    if step == 3:
+        print(watch.verdict)
+        scaler = torch.amp.GradScaler("cpu")
+    optimizer.zero_grad()
+    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+watch.stop()
+"""
+
+
+def test_a_loss_that_an_earlier_scaler_scales_is_not_taken_for_one_without_a_scale(tmp_path):
+    (tmp_path / "script.py").write_text(THEIRS)
+    ended = programs.run("script.py", cwd=tmp_path)
+    said = " ".join(ended.stderr.split())
+    assert (ended.returncode, ended.stdout) == (0, "None\n")
+    assert said.count("a GradScaler that was made before gradscaler.watch()") == 1
+    assert "gradscaler: after 3 steps: " in said
