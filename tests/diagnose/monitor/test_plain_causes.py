@@ -54,7 +54,7 @@ def test_a_target_of_inf_is_told_as_given_and_not_as_made(loss_of, infinite):
 
     first, *_ = findings_of(loss_of, spoil)
     assert first.kind == "data"
-    assert first.cause.startswith("A tensor that is not the model's holds Inf or NaN")
+    assert first.cause.startswith("A tensor without a gradient holds Inf or NaN")
 
 
 class LogOfProbability(nn.Module):
@@ -187,3 +187,31 @@ def test_a_sum_in_float16_that_the_graph_does_not_keep_is_told_to_be_in_float16(
             optimizer.step()
     found = next(each for each in told if "seen in sum at " in each.cause)
     assert "take it in float32 (dtype=torch.float32)" in found.action
+
+
+class GraphLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, inputs, adjacency):
+        norm = adjacency.sum(1).pow(-0.5)  # degrees
+        return norm[:, None] * adjacency @ self.layer(inputs)
+
+
+def test_what_is_found_later_says_that_it_replaces_what_was_said():
+    """Degrees need no gradient, so the next failing step is the first to show their power."""
+    model, adjacency = GraphLayer(), torch.ones(16, 16).triu(1)  # the last row has no neighbour
+    optimizer, told = torch.optim.SGD(model.parameters(), lr=0.01), []
+    with Monitor(model=model, tell=told.append) as monitor:
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(16, 6), adjacency).square().mean().backward()
+            optimizer.step()
+    first, second = told
+    assert first.cause.startswith("A tensor without a gradient holds Inf or NaN in row")
+    assert "Look at what makes it" in first.action
+    assert second.cause.startswith("In place of what was said at step 1: The forward pass of")
+    assert f"by pow at {line_with('degrees')}" in second.cause
+    assert "clamp the base" in second.action
+    assert monitor.verdict.text.startswith("The forward pass of")

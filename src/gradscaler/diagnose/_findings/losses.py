@@ -87,9 +87,7 @@ def divergence(case: Case) -> Finding | None:
     """A loss or a norm of the weights that explodes before steps that fail."""
     evidence, has_failed = case.evidence, bool(case.failures)
     loss = explosion(case.past, in_streak=has_failed) or _explosion_at_once(case)
-    weights = evidence.weights
-    if weights is not None and not 0 < WEIGHTS_GREW * weights[0] <= weights[1] < math.inf:
-        weights = None
+    weights = _growth(case)
     if weights is None and (loss is None or _is_in_another_module(case)):
         return None  # the trained weights stand; those of a teacher may have grown
     if not (has_failed or _fails_often(evidence) or _has_left_range(evidence)):
@@ -124,6 +122,16 @@ def divergence(case: Case) -> Finding | None:
         where,
         count=evidence.skips_in_a_row,
     )
+
+
+def _growth(case: Case) -> tuple[float, float] | None:
+    """The norm of the weights before and now, if it grew much; all are known in a streak alone."""
+    weights = case.evidence.weights
+    if weights is None and case.is_skipped and case.evidence.optimizers is not None:
+        weights = case.evidence.optimizers.weights
+    if weights is None or not 0 < WEIGHTS_GREW * weights[0] <= weights[1] < math.inf:
+        return None
+    return weights
 
 
 def _has_left_range(evidence: Evidence) -> bool:

@@ -15,6 +15,7 @@ from gradscaler.diagnose._record.thresholds import (
     FEW_CALLS,
     FEW_SAMPLES,
     FEW_STILL,
+    LATE,
     LONG,
     MANY,
     MOST,
@@ -165,10 +166,11 @@ def rescheduled(evidence: Evidence) -> Finding | None:
 
 @detector(Phase.MISUSE)
 def faded(evidence: Evidence) -> Finding | None:
-    """Learning rates that fell to almost 0 in the first quarter of a run, and stay there."""
+    """Learning rates that fell to almost 0 in the first quarter of a run, or in 100 steps."""
     count, first = evidence.events.count(Event.FADED), evidence.first
     losses = [step.loss for step in evidence.past if step.loss is not None]
-    if evidence.steps < LONG or count < MOST * evidence.steps:
+    is_early = evidence.steps - count < LONG  # no training ends there
+    if count < (LATE if is_early else MOST * evidence.steps):
         return None
     if first is None or not losses or abs(losses[-1]) < SOLVED * abs(first.loss or 0.0):
         return None  # it has converged, and a schedule that waits for a plateau ends so
@@ -179,7 +181,7 @@ def faded(evidence: Evidence) -> Finding | None:
         "Step a schedule that counts epochs once an epoch, not once a batch; give it the true "
         "number of steps, or let it end at a larger rate.",
         count=count,
-        is_certain=False,
+        is_certain=is_early,
     )
 
 

@@ -34,8 +34,8 @@ _KEPT = "kept from step to step (averaged weights, statistics, a queue)"
 _UNTRAINED = "look at what writes its weights: an average's decay must be below 1"
 _UNTRAINED_IN_FLOAT16 = f"run it in float32 (autocast(enabled=False)), or {_UNTRAINED}"
 _LOOK_AT = (
-    "look at the data and how they are prepared, such as 0 / 0 (a deviation, sum or count of 0, "
-    "the deviation of one element), the logarithm of 0, or 0 * Inf (a mask)"
+    "look at what makes it, in the data, the model or the loss, such as 0 / 0 (a deviation, sum or "
+    "count of 0, the deviation of one element), the logarithm of 0, or 0 * Inf (a mask)"
 )
 _NOT_RECORDED = (
     "Whether they overflow or are NaN at every scale is not known: give monitor.record() loss= and "
@@ -204,7 +204,7 @@ def _from(located: Located) -> str:
 
 def _given(case: Case, located: Given) -> Finding:
     """A tensor that already held an Inf or NaN when the first operation read it."""
-    evidence, kind, what = case.evidence, "loss", "A tensor that is not the model's holds"
+    evidence, kind, what = case.evidence, "loss", "A tensor without a gradient holds"
     if evidence.framework.is_recorded:  # a parameter is an argument, too
         given = f"the argument {located.parameter}" if located.parameter else "a constant"
         what = f"In the {_function(located)}, {given} holds"
@@ -220,11 +220,11 @@ def _given(case: Case, located: Given) -> Finding:
         kind, what = "data", "The batch itself holds"
         action = _LOOK_AT
     rows = f" in {located.rows}" if located.rows else ""
-    layer = f" of {located.module}" if located.module else ""
+    layer = f" before the forward pass of {located.module}" if located.module else ""
     seen, so = at_line(located, "first seen in"), case.told(case.outcome.of_forward)
     return Finding(
         kind,
-        f"{what} Inf or NaN{rows} before the forward pass{layer}{seen}, {so}.",
+        f"{what} Inf or NaN{rows}{layer}{seen}, {so}.",
         at_any_scale(action, evidence),
         line=located.line,
     )

@@ -20,6 +20,7 @@ from gradscaler.diagnose._graph.guard import passing
 from gradscaler.diagnose._monitor.warning_filter import WarningFilter
 from gradscaler.diagnose._record.events import Counted, Event, texts_of
 from gradscaler.diagnose._record.finding import Finding, Verdict
+from gradscaler.diagnose._record.kinds import kind_of
 from gradscaler.diagnose._record.lines import BadStep, Line, Sample, Skip, VerdictLine, Watched
 from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._record.step import Step
@@ -120,6 +121,7 @@ class StepLog:
         self._judge = judge
         self._tell_user = _warn if tell is None else tell
         self._told = set[str]()  # texts
+        self._blamed: tuple[int, Finding] | None = None  # the cause of failures told last, and when
         self.counts = Counts(step, sampled=step)
         self._written_at = monotonic()  # the time of the last sample
         self._idle = step, 0  # the last step, and how many steps without a gradient came before
@@ -215,7 +217,7 @@ class StepLog:
         for finding in new[:1]:  # a later streak may show no more than the first
             self._filter.note(finding)
             if self._on_stuck != "continue":
-                self._tell([finding])
+                self._tell([finding], line.step)
 
     def add_sample(self, loss: float | None = None, **measured: object) -> None:
         """Write a sample: the steps since the last one, and the measurements of the last step."""
@@ -344,11 +346,27 @@ class StepLog:
             self._filter.has_looked()
             self._tell(findings)
 
-    def _tell(self, findings: Sequence[Finding]) -> None:
+    def _tell(self, findings: Sequence[Finding], step: int | None = None) -> None:
+        """Tell findings, of the latest step or of this one."""
         for finding in findings:
             self._told.add(finding.text)
+            told = self._in_place(finding, step or self.counts.step)
             with passing():
-                self._tell_user(finding)
+                self._tell_user(told)
+
+    def _in_place(self, finding: Finding, step: int) -> Finding:
+        """A finding that says so if it replaces the cause of failures that was told before.
+
+        It does if the evidence no longer shows that one.
+        """
+        if not kind_of(finding.kind).explains_skips:
+            return finding
+        (at, before), self._blamed = self._blamed or (step, finding), (step, finding)
+        if at == step or _is_same(before, finding):
+            return finding
+        if any(_is_same(before, each) for each in self._judge(self).findings):
+            return finding
+        return replace(finding, cause=f"In place of what was said at step {at}: {finding.cause}")
 
     def _look(self, is_last: bool) -> list[Finding]:
         """The findings to warn of; writes which parameter or optimizer state is not finite."""
@@ -390,7 +408,8 @@ class StepLog:
         self._filter.note(line.findings[0])
         if self._on_stuck == "warn" and self._tell_user is _warn:
             with passing():
-                warnings.warn(StuckWarning(line.text), stacklevel=levels_to_caller())
+                text = self._in_place(line.findings[0], line.step).text
+                warnings.warn(StuckWarning(text), stacklevel=levels_to_caller())
         elif self._on_stuck == "warn":
             self._tell(line.findings[:1])
 
@@ -549,6 +568,12 @@ class StepSource:
     @property
     def _inspects_next_skip(self) -> bool:
         return self.forensics > 0 and (self.log.counts.num_skipped + 1) % self.forensics == 0
+
+
+def _is_same(one: Finding, other: Finding) -> bool:
+    """Whether two findings blame the same: one may know more of the place than the other."""
+    places = (one.where, other.where), (one.line, other.line)
+    return one.kind == other.kind and all(a == b or None in (a, b) for a, b in places)
 
 
 def _skip_of(step: Step) -> Skip:
