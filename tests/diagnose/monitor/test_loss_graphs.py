@@ -16,6 +16,7 @@ from torch.nn.functional import (
     mse_loss,
     nll_loss,
     smooth_l1_loss,
+    triplet_margin_loss,
 )
 
 from gradscaler.diagnose import Monitor
@@ -134,6 +135,56 @@ def test_probabilities_over_the_batch_are_told():
     verdict = judged(lambda _, table, *__: nll_loss(over_the_batch(table), CLASSES))
     assert f"log_softmax at {line_with('dim')} is along dim 0" in verdict.findings[0].cause
     assert "dim=1" in verdict.findings[0].action
+
+
+MASK = torch.zeros(SIZE, SIZE)
+ENDED = {
+    "factor": lambda _, table, *__: -(table.exp() * MASK).sum() / SIZE,  # factor
+    "both": lambda _, t, *__: -torch.min(t * MASK, t.clamp(max=0) * MASK).mean(),  # both
+    "ignored": lambda _, t, *__: cross_entropy(t, CLASSES * 0 - 100, reduction="sum"),  # ignored
+    "margin": lambda out, *_: (out - 9).relu().mean(),  # margin
+    "triplet": lambda _, t, *__: triplet_margin_loss(t, t, t + 9),  # triplet
+    "equal": lambda _, table, *__: mse_loss(table, table.detach()),  # equal
+    "empty": lambda _, table, *__: table[table > 99].sum(),  # empty
+}
+WHY = {
+    "factor": "it is multiplied by numbers that are all 0, in mul",
+    "both": "it is multiplied by numbers that are all 0, in mul",
+    "ignored": "each target is its ignore_index, in nll_loss",
+    "margin": "each term is beyond its margin, where the slope is 0, in relu",
+    "triplet": "each term is beyond its margin, where the slope is 0, in clamp_min",
+    "equal": "each output equals its target, in mse_loss",
+    "empty": "it is computed from no elements, in index",
+}
+
+
+@pytest.mark.parametrize("has_scaler", [False, True])
+@pytest.mark.parametrize("name", ENDED)
+@pytest.mark.covering(1)  # a sample reads the graph before the loss is scaled, or without that
+def test_a_loss_that_is_0_from_the_start_is_told_with_what_makes_it_so(name, has_scaler):
+    verdict = judged(ENDED[name], GradScaler("cpu") if has_scaler else None)
+    found = verdict.findings[0]
+    assert found.kind == "dead", verdict
+    assert f"{WHY[name]} at {line_with(name)}" in found.cause
+    assert found.line == line_with(name)
+    assert len(verdict.findings) == 1
+
+
+def test_a_loss_that_is_0_for_an_unknown_reason_is_told():
+    found = judged(lambda out, *_: (out - out).mean()).findings[0]
+    assert found.kind == "dead"
+    assert "and so is the loss, as in all samples. Look at what the loss multiplies" in found.text
+
+
+def test_a_loss_that_comes_to_0_is_healthy():
+    start = []
+
+    def hinge(out, _, model):
+        bias = model.layer.bias[0]
+        start[:] = start or [bias.item()]
+        return (bias - start[0] + 3e-3).relu()  # a step takes 1e-3 of it
+
+    assert judged(hinge).kind == "normal"
 
 
 SOUND = {

@@ -26,7 +26,7 @@ from gradscaler.diagnose._findings.words import in_words_of
 from gradscaler.diagnose._record.events import Event
 from gradscaler.diagnose._record.finding import Finding, Verdict, verdict_of
 from gradscaler.diagnose._record.kinds import kind_of
-from gradscaler.diagnose._record.thresholds import SHORT
+from gradscaler.diagnose._record.thresholds import RARE, SHORT
 
 # In a phase, detectors have the order of these modules, and of their definition in a module.
 _MODULES = (
@@ -48,6 +48,13 @@ DETECTORS = sorted(
     key=lambda each: each.phase,
 )
 """All detectors, in the order in which they are asked."""
+
+
+_FEW = "So few batches do no harm; look at them if more follow."
+_LOOK = (
+    "Look at these batches, and at what the loss makes of them: an Inf or NaN, an empty mask, a "
+    "logarithm or root of 0."
+)
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -94,22 +101,16 @@ def _normal(evidence: Evidence) -> Finding:
     text = f"{evidence.skipped or 'None'} of {steps} {were} skipped"
     if not evidence.has_scaler:
         text = f"None of {steps} had a gradient of NaN or Inf"
+        if evidence.skipped:
+            text = f"{evidence.are_skipped.capitalize()}{evidence.no_step_since}"
     if evidence.skipped and evidence.is_elsewhere:
         text += ", because another rank's gradients overflowed while this one's were finite."
         is_unusual = evidence.has_many_skips or (evidence.scale is not None and evidence.scale < 1)
         if is_unusual:
             return Finding("elsewhere", text, EXPLAIN_ALL, is_certain=False)
         return Finding("normal", text, _nothing(evidence))
-    if bad := [step.step for step in evidence.past if step.has_bad_loss]:
-        listed = " and ".join(map(str, bad[-2:]))
-        numbers = f"step{'s' * (len(bad) > 1)} {listed}"
-        return Finding(
-            "normal",
-            f"{text}, and the loss itself was NaN or Inf in {numbers}{seen_in(evidence.watched)}.",
-            "So few batches do no harm; look at them if more follow.",
-            line=None if evidence.watched is None else evidence.watched.line,
-            steps=tuple(bad[-2:]),
-        )
+    if finding := _few_failures(text, evidence):
+        return finding
     if at_lowest := _at_lowest(evidence):
         nan = nan_skips(evidence)
         text += f" at a scale that cannot fall, the last in step {at_lowest[-1]}"
@@ -121,6 +122,27 @@ def _normal(evidence: Evidence) -> Finding:
     if evidence.skipped:
         text += " while the loss scale settled, and a lower scale cured each overflow"
     return Finding("normal", f"{text}.", _nothing(evidence))
+
+
+def _few_failures(text: str, evidence: Evidence) -> Finding | None:
+    """Losses that are not finite, or steps that a script left out, too few for a finding."""
+    bad = [step.step for step in evidence.past if step.has_bad_loss]
+    if bad:
+        listed = " and ".join(map(str, bad[-2:]))
+        numbers = f"step{'s' * (len(bad) > 1)} {listed}"
+        return Finding(
+            "normal",
+            f"{text}, and the loss itself was NaN or Inf in {numbers}{seen_in(evidence.watched)}.",
+            _FEW if len(bad) <= RARE * len(evidence.past) else _LOOK,
+            line=None if evidence.watched is None else evidence.watched.line,
+            steps=tuple(bad[-2:]),
+        )
+    if evidence.skipped and not evidence.has_scaler:
+        is_rare = evidence.skipped <= RARE * evidence.steps
+        return Finding(
+            "normal", f"{text}, as gradients were Inf or NaN.", _FEW if is_rare else _LOOK
+        )
+    return None
 
 
 def _unseen(evidence: Evidence) -> Finding:

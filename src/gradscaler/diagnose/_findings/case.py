@@ -25,9 +25,9 @@ class Outcome(Enum):
         of_gradient: after a gradient that is not finite.
     """
 
-    IN_A_ROW = ("so the last {in_a_row} steps were skipped",)
+    IN_A_ROW = ("so {the_last}",)
     NOW_AND_THEN = (
-        "so {skipped} of {steps} steps {were} skipped",
+        "so {some}",
         "and the loss was NaN or Inf in {bad} of {steps} steps",
         None,
         "and {become}",
@@ -118,13 +118,19 @@ class Case:
         """A clause of the outcome, with the numbers of this case."""
         evidence = self.evidence
         last = self.failures[-1] if self.failures else None
+        bad = evidence.bad_and_applied + evidence.bad_and_skipped
+        the_last, become = f"the last {evidence.skips_in_a_row} steps were skipped", "are skipped"
+        if not evidence.has_scaler:
+            were = "was" if bad == 1 else "were"
+            lost = f"{bad} of {evidence.steps} losses {were} NaN or Inf"
+            the_last = (lost if bad else evidence.are_skipped) + evidence.no_step_since
+            become = "are left out" if evidence.skipped else "are applied"
         return clause.format(
-            in_a_row=evidence.skips_in_a_row,
-            skipped=evidence.skipped,
+            the_last=the_last,
+            some=evidence.are_skipped,
             steps=evidence.steps,
-            were="was" if evidence.skipped == 1 else "were",
-            become="steps are skipped" if evidence.has_scaler else "the steps are applied",
-            bad=evidence.bad_and_applied + evidence.bad_and_skipped,
+            become=f"steps {become}" if evidence.has_scaler else f"the steps {become}",
+            bad=bad,
             this=f"{evidence.step_word} {last.step if last else evidence.steps}",
             loss=math.nan if last is None or last.loss is None else last.loss,
         )
@@ -148,6 +154,8 @@ def now_and_then(
 def of_bad_step(bad: BadStep, evidence: Evidence) -> Case:
     """The case of a step that was applied although it failed, or of a loss that was left out."""
     outcome = Outcome.LEFT_OUT if bad.is_left_out else Outcome.APPLIED
+    if bad.is_left_out and any(step.step == bad.step for step in evidence.past[-1:]):
+        outcome = Outcome.IN_A_ROW  # its backward pass was made
     known = _place(bad, evidence), bad.parameter, bad.lost_eps
     return Case(evidence, outcome, (bad.failure,), *known)
 

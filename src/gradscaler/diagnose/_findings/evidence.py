@@ -23,7 +23,12 @@ from gradscaler.diagnose._record.lines import (
 )
 from gradscaler.diagnose._record.located import BadGradient, Located
 from gradscaler.diagnose._record.step import Before, Step
-from gradscaler.diagnose._record.thresholds import LATEST_SAMPLES, SETTLING_SKIPS
+from gradscaler.diagnose._record.thresholds import (
+    ALMOST_ALL,
+    FEW_CALLS,
+    LATEST_SAMPLES,
+    SETTLING_SKIPS,
+)
 from gradscaler.outcome import HISTORY_LENGTH
 from gradscaler.policies import FixedScale, is_fixed
 
@@ -94,6 +99,35 @@ class Evidence:
     def has_many_skips(self) -> bool:
         """Whether more steps were skipped than a loss scale needs to settle."""
         return self.skipped > max(SETTLING_SKIPS, self.steps / 10)
+
+    @property
+    def no_step_since(self) -> str:
+        """A clause that says since when a script takes no step; empty if it took the latest."""
+        if not self.past or not self.past[-1].skipped:
+            return ""
+        last = next((step.step for step in reversed(self.past) if not step.skipped), None)
+        clause = ", and no step was taken" + ("" if last is None else f" since step {last}")
+        return clause + ", and nothing has zeroed the gradients" * self.are_kept
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether gradients of Inf or NaN stay, as a script zeroes them only after a step."""
+        return self.events.count(Event.KEPT) > 0
+
+    @property
+    def are_skipped(self) -> str:
+        """A clause that counts the skipped steps, which a script without a scaler leaves out."""
+        count = f"{self.skipped} of {self.steps} steps"
+        if not self.has_scaler:
+            return f"the script left out {count}"
+        return f"{count} {'was' if self.skipped == 1 else 'were'} skipped"
+
+    @property
+    def has_no_loss(self) -> bool:
+        """Whether almost all losses are 0, and no gradient was another number in any sample."""
+        losses = [step.loss for step in self.past if step.loss is not None]
+        is_zero = len(losses) >= FEW_CALLS and losses.count(0.0) >= ALMOST_ALL * len(losses)
+        return is_zero and not self.measured
 
     @property
     def is_in_float16(self) -> bool | None:

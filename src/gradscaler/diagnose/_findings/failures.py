@@ -83,14 +83,17 @@ def _of_loss(evidence: Evidence, found: Located | None) -> Finding | None:
         for step in evidence.past
         if step.skipped and step.has_bad_loss
     ]
+    # A script without a scaler that leaves out such a step may do so on purpose.
     is_ordinary = isinstance(found, Made) and found.largest_input <= ORDINARY
+    is_ordinary = is_ordinary and (evidence.has_scaler or evidence.are_kept)
     if not failed or not (is_ordinary or _are_enough(failed, evidence)):
         return None
     return origins.forward(now_and_then(evidence, failed, found))
 
 
-def _of_gradients(evidence: Evidence, found: Located | None) -> Finding | None:
+def _of_gradients(evidence: Evidence, watched: Located | None) -> Finding | None:
     """Gradients of NaN behind a finite loss, which no overflow makes."""
+    found = watched
     if not isinstance(found, BadGradient) or found.is_likely:
         found = None
     # Where an operation was seen to turn finite gradients into NaN, another Inf proves nothing.
@@ -100,6 +103,11 @@ def _of_gradients(evidence: Evidence, found: Located | None) -> Finding | None:
         failed = [each for each in failed if each.scale <= 1]
     if not failed and not is_replayed:
         return None
+    is_handled = not (evidence.has_scaler or is_replayed)
+    if is_handled and (evidence.are_kept or not _are_enough(failed, evidence)):
+        return None
+    if isinstance(watched, Given) and not evidence.has_scaler:
+        return origins.forward(now_and_then(evidence, failed, watched))
     finding = origins.gradient(now_and_then(evidence, failed, found))
     return finding and replace(finding, count=evidence.skipped)
 

@@ -12,12 +12,14 @@ from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._gradients.fitting_scales import Fit, fades, fit_of
 from gradscaler.diagnose._operations.operation import Role
 from gradscaler.diagnose._operations.rows import names_with
+from gradscaler.diagnose._record.events import Event
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.formats import format_named
 from gradscaler.diagnose._record.lines import ParameterSample, Sample
 from gradscaler.diagnose._record.step import Step
 from gradscaler.diagnose._record.thresholds import (
     DEAD,
+    FEW_SAMPLES,
     HEADROOM,
     LARGE_LOSS,
     LARGE_SCALE,
@@ -111,7 +113,7 @@ def dead(evidence: Evidence) -> Finding | None:
     sample = evidence.sample
     if sample is None or sample.shares is None or sample.shares.zero < DEAD:
         return None
-    if sample.loss == 0:  # such as a hinge loss that has nothing left to improve
+    if sample.loss == 0 and not evidence.has_no_loss:  # it may have nothing left to improve
         return None
     parameters = sample.parameters
     zeros = [name for name, found in parameters.items() if found.zero == 1]
@@ -140,6 +142,12 @@ def dead(evidence: Evidence) -> Finding | None:
         f"look for {zeroed}an operation without a slope before the loss: ReLUs that are all off "
         "(biases, learning rate), a clamp, rounding, argmax, a saturated function, or detach()"
     )
+    if sample.loss == 0:
+        cause += ", and so is the loss, as in all samples"
+        try_ = (
+            "look at what the loss multiplies or leaves out: advantages of equal rewards, targets "
+            "that are all ignored, a mask or weights of 0, a margin that all pairs keep"
+        )
     blank = () if sample.optimizers is None else sample.optimizers.blank
     if len(blank) > 1:
         where = blank[0]
@@ -228,7 +236,7 @@ def too_small(evidence: Evidence) -> Finding | None:
         fit = fit_of(evidence.sizes, evidence.dtype)
         if fit is not None and fit.is_hopeless:
             return _range(fit, sample.loss or 0.0)
-    elif shares.zero != 1 or _has_no_loss(sample, evidence):
+    elif shares.zero != 1 or _has_no_loss(sample, evidence) or _is_absorbed(evidence):
         return None
     else:
         lost = True
@@ -263,6 +271,11 @@ def _has_no_loss(sample: Sample, evidence: Evidence) -> bool:
     fit = fit_of(evidence.sizes, evidence.dtype)
     fits = fit is not None and sample.scale >= 2.0**fit.whole.low
     return fits or sample.scale >= LARGE_SCALE
+
+
+def _is_absorbed(evidence: Evidence) -> bool:
+    """Whether gradients are 0 because a divisor was Inf."""
+    return evidence.events.count(Event.ABSORBED) >= FEW_SAMPLES
 
 
 def _range(fit: Fit, loss: float) -> Finding:

@@ -12,6 +12,7 @@ from gradscaler.diagnose._record.lines import ParameterSample
 from gradscaler.diagnose._record.thresholds import (
     EARLY,
     FELL,
+    FEW_CALLS,
     FEW_SAMPLES,
     HALF,
     LATE,
@@ -52,7 +53,8 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
     frozen = () if evidence.optimizers is None else evidence.optimizers.frozen
     if rise := _rose_again(losses, usual):
         return f"{judged}; {rise}"
-    if evidence.steps < LONG or fmean(values[-LATE:]) < usual - FELL * abs(usual):
+    is_short = evidence.steps < (FEW_CALLS if values[-1] == first else LONG)
+    if is_short or fmean(values[-LATE:]) < usual - FELL * abs(usual):
         should = f", unless {_listed(frozen)} should be trained, {_FROZEN}" if frozen else ""
         return f"Nothing needs fixing{should}: {went}."
     if frozen:

@@ -24,6 +24,53 @@ def unbounded(evidence: Evidence) -> Finding | None:
     )
 
 
+_WHY_ENDED = {
+    "factor": (
+        "it is multiplied by numbers that are all 0",
+        "Look at these numbers: advantages are 0 if all rewards of a group are equal (each answer "
+        "gets one, or none does), and a mask or weights may be 0 everywhere.",
+    ),
+    "ignored": (
+        "each target is its ignore_index",
+        "Look at how targets are made: a mask over the whole answer, an answer that is cut off, or "
+        "classes that a mapping leaves out.",
+    ),
+    "margin": (
+        "each term is beyond its margin, where the slope is 0",
+        "Unless there is nothing to learn, take a larger margin or harder negatives, normalise "
+        "embeddings, as distances grow with them, and look at the sign of the difference.",
+    ),
+    "equal": (
+        "each output equals its target",
+        "Look at where targets come from: the model itself, or a teacher with the same weights.",
+    ),
+    "empty": (
+        "it is computed from no elements",
+        "Look at the mask, the index or the slice that selects them.",
+    ),
+}
+
+
+@detector(Phase.DEAD)
+def ended(evidence: Evidence) -> Finding | None:
+    """A loss that has been 0 from the start, with gradients that are exactly 0."""
+    sample, count = evidence.sample, evidence.events.count(Event.ENDED)
+    if sample is None or not evidence.has_no_loss or count < FEW_SAMPLES:
+        return None
+    cause, _, place = evidence.events.place(Event.ENDED).partition(" ")
+    if cause not in _WHY_ENDED:
+        return None
+    why, action = _WHY_ENDED[cause]
+    return Finding(
+        "dead",
+        f"The loss is 0, and all gradients are exactly 0, in each of {count} samples: {why}, in "
+        f"{place}.",
+        action,
+        line=place.partition(" at ")[2] or None,
+        count=count,
+    )
+
+
 def _at_a_place(phase: Phase, event: Event, kind: str, cause: str, action: str) -> Detector:
     """The detector of an event that samples count by its place.
 

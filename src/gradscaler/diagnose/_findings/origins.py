@@ -160,10 +160,12 @@ def forward(case: Case) -> Finding | None:
     if located is None or isinstance(located, BadGradient):
         return None
     loss = case.last.loss
-    if loss is not None and math.isfinite(loss) and located.module is None:
+    is_of_gradient = isinstance(located, Given) and not evidence.has_scaler
+    is_finite = loss is not None and math.isfinite(loss) and not evidence.are_kept
+    if is_finite and located.module is None and not is_of_gradient:
         return None  # it did not reach the loss; user code may have changed the gradients
     if isinstance(located, Given):
-        return _given(case, located)
+        return _given(case, located, ", though the loss is finite" * is_finite)
     module, kind = located.module, "activations"
     maker = f"The forward pass of {module or 'the model'}"
     if module is None:
@@ -202,7 +204,7 @@ def _from(located: Located) -> str:
     return inputs
 
 
-def _given(case: Case, located: Given) -> Finding:
+def _given(case: Case, located: Given, though: str) -> Finding:
     """A tensor that already held an Inf or NaN when the first operation read it."""
     evidence, kind, what = case.evidence, "loss", "A tensor without a gradient holds"
     if evidence.framework.is_recorded:  # a parameter is an argument, too
@@ -224,7 +226,7 @@ def _given(case: Case, located: Given) -> Finding:
     seen, so = at_line(located, "first seen in"), case.told(case.outcome.of_forward)
     return Finding(
         kind,
-        f"{what} Inf or NaN{rows}{layer}{seen}, {so}.",
+        f"{what} Inf or NaN{rows}{layer}{seen}{though}, {so}.",
         at_any_scale(action, evidence),
         line=located.line,
     )
@@ -255,11 +257,12 @@ def gradient(case: Case) -> Finding | None:
     evidence = case.evidence
     found: Located | None = case.backward
     is_applied = case.outcome is Outcome.APPLIED
+    is_unscaled = is_applied or not evidence.has_scaler  # so that no scale makes an Inf
     if is_applied and found is None and evidence.bad_step is not None:
         found = evidence.bad_step.located
     where = name_it = ""
     what, name = "NaN", case.last.nan if case.failures else None
-    if case.outcome is Outcome.IN_A_ROW:
+    if case.outcome is Outcome.IN_A_ROW and evidence.has_scaler:
         if (name := _always_nan(case, found)) is None:
             return None
         scale = case.last.scale
@@ -268,11 +271,11 @@ def gradient(case: Case) -> Finding | None:
         )
         finder = "" if at_line(found) else evidence.framework.finder
         name_it = finder and f"; {finder} names the operation"
-    elif name is None and is_applied and case.last.nonfinite:
+    elif name is None and is_unscaled and case.last.nonfinite:
         what, name = "Inf", case.last.nonfinite[0].name
     at, so = at_line(found, "by the gradient of"), case.told(case.outcome.of_gradient)
     though = ", though the loss is finite"
-    if is_applied and case.last.loss is None:
+    if (is_applied and case.last.loss is None) or evidence.are_kept:
         though = ""
     if is_applied and evidence.world_size > 1 and (found is None or found.is_likely):
         cause = (

@@ -70,7 +70,7 @@ def data(evidence: Evidence) -> Finding | None:
     found = evidence.watched
     if skips and not bad and not is_nan and is_lowest and not _seen_in(found, is_loss=False)[1]:
         return _at_floor(evidence, skips)
-    count, now = max(len(skips), evidence.skipped), ""
+    count = max(len(skips), evidence.skipped)
     if bad:
         count = evidence.bad_and_skipped
         of_them = "each" if count == evidence.skipped else f"{count} of them"
@@ -84,25 +84,32 @@ def data(evidence: Evidence) -> Finding | None:
         alone = [skip for skip in uncured(evidence) if skip.step in {each.step for each in skips}]
         if 2 * len(alone) > len(skips):
             losses += f", and with NaN and no Inf in the gradient of {alone[-1].nan}"
-        now = "" if evidence.scale is None else f"; the loss scale is {evidence.scale:g} now"
     if is_nan:
         losses = f"with NaN and no Inf in the gradient of {nan_skips(evidence)[-1].nan}"
-        action, now = of_backward(None), ""
+        action = of_backward(None)
     at, advice = _seen_in(found, is_loss=bool(bad))
     if advice is not None:
         is_of_few = _are_few(evidence.skipped, evidence) and not is_nan
         action = f"in these batches, {advice}" if is_of_few else advice
-    were = "was" if evidence.skipped == 1 else "were"
+    now = _now(evidence, has_overflow=not bad and not is_nan)
+    cause = f"{evidence.are_skipped}{when(skips, evidence)}, {losses}{at}{now}."
     return Finding(
         "data",
-        f"{evidence.skipped} of {evidence.steps} steps {were} skipped{when(skips, evidence)}, "
-        f"{losses}{at}{now}.",
+        f"{cause[0].upper()}{cause[1:]}",
         f"{action[0].upper()}{action[1:]}.",
         *place_of(found),
         tuple(step.step for step in skips[-FEW_EVENTS:]),
         count,
         is_certain=_are_several(bad, evidence) or (is_nan and len(skips) >= FEW_EVENTS),
     )
+
+
+def _now(evidence: Evidence, has_overflow: bool) -> str:
+    """A clause about the end of the run: the loss scale, or since when no step was taken."""
+    if not evidence.has_scaler:
+        return evidence.no_step_since
+    is_told = has_overflow and evidence.scale is not None
+    return f"; the loss scale is {evidence.scale:g} now" if is_told else ""
 
 
 def _losses_of(skips: Sequence[Step], evidence: Evidence) -> tuple[str, str]:

@@ -87,6 +87,10 @@ class GraphReader:
             known["enlarged_by"] = self._operation_at_line(before)
         return located_at(site, "forward", made, largest, **known)
 
+    def given(self, node: Node, tensor: Tensor) -> Located:
+        """The place of an Inf or NaN in a tensor that a node keeps, and that no node made."""
+        return self._places.given_to(self._as_batch(tensor, node), self._site_of(node))
+
     def _as_batch(self, given: Tensor, node: Node) -> Tensor:
         """What a node was given, in the form that its result takes, which had been flattened."""
         after = (n for n in self.nodes if is_form(n) and n.next_functions[0][0] is node)

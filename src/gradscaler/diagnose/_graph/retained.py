@@ -57,7 +57,9 @@ class RetainedGraph:
         for node in part:  # the first that made an Inf or NaN, which the loss left out
             for tensor in self._kept.get(node, {}).values():
                 if read(tensor).state == "bad":
-                    return _seen(reader.likely(node), tensor)
+                    is_given = tensor.grad_fn is None and not tensor.requires_grad
+                    likely = reader.likely(node)
+                    return reader.given(node, tensor) if is_given else _seen(likely, tensor)
         for node in reversed(part):  # the first of the backward pass
             if node in self._kept and is_at_pole(node, self._kept[node]):
                 return _seen(reader.likely(node), None)

@@ -93,7 +93,8 @@ class _Walk:
                     seen.add(below)
                     edges.append(edge)
                     nodes.append(below)
-            if differentiated(type(node).__name__) in _SUSPICIOUS:
+            is_suspicious = differentiated(type(node).__name__) in _SUSPICIOUS
+            if is_suspicious or (None in following and _keeps_data(node)):
                 walk.suspects.append(len(walk._steps))
             walk._steps.append(_Step(type(node), len(following), tuple(ends), tuple(edges)))
         return walk, nodes
@@ -113,6 +114,15 @@ class _Walk:
             for edge in edges:
                 nodes.append(below[edge][0])  # noqa: PERF401 # it would be a call a node
         return nodes
+
+
+def _keeps_data(node: Node) -> bool:
+    """Whether a node keeps data that weights are multiplied by: a tanh may hide an Inf in them."""
+    name = aten_name(node.name())
+    if name != "mul":
+        return name in (*_MULTIPLY, "bmm")
+    other = saved(node, "other")
+    return other is not None and other.numel() > 1
 
 
 def _is_power(node: Node) -> bool:

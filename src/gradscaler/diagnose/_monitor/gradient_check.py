@@ -148,10 +148,10 @@ def _norms(gradients: list[Tensor], order: float) -> Tensor:
         try:
             return torch.stack(torch._foreach_norm(gradients, order))
         except (RuntimeError, TypeError, NotImplementedError):  # one is sparse, split or empty
-            return torch.stack([_elements_of(gradient).norm() for gradient in gradients])
+            return torch.stack([elements_of(gradient).norm() for gradient in gradients])
 
 
-def _elements_of(gradient: Tensor) -> Tensor:
+def elements_of(gradient: Tensor) -> Tensor:
     """The elements of a gradient that this process holds; of a sparse one, its values."""
     own = local(gradient).detach()
     return own.coalesce().values() if own.is_sparse else own

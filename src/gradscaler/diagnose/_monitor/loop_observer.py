@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import takewhile
 from typing import NamedTuple
 
 from gradscaler.diagnose._gradients.arrays import has_numbers
 from gradscaler.diagnose._gradients.reading import Tensor, inspect
 from gradscaler.diagnose._graph.call_site import Node
+from gradscaler.diagnose._graph.nodes import is_leaf, nodes_from
 from gradscaler.diagnose._graph.watch import GraphWatch
 from gradscaler.diagnose._monitor.gradient_check import (
     Glance,
     GradientCheck,
     LateCheck,
+    elements_of,
     nonfinite,
 )
 from gradscaler.diagnose._monitor.host_copy import HostCopy
@@ -22,10 +25,12 @@ from gradscaler.diagnose._monitor.iterations import Iteration
 from gradscaler.diagnose._monitor.observer import EagerObserver, closes_if_asked
 from gradscaler.diagnose._monitor.parameters import groups_of
 from gradscaler.diagnose._monitor.step_log import MOST_NONFINITE, StepLog
+from gradscaler.diagnose._record.events import Event
 from gradscaler.diagnose._record.lines import BadStep
 from gradscaler.diagnose._record.located import Located
 from gradscaler.outcome import NonfiniteGradient, StepOutcome
 
+_ALL = 0  # stands for the ids of all optimizers, in a step that the script leaves out
 _RANGES = "float16", "bfloat16", "float32"  # the narrowest first
 
 
@@ -42,11 +47,12 @@ class Failure(NamedTuple):
 
 
 class LoopObserver(EagerObserver):
-    """Records the steps of a loop without a scaler, which are all applied.
+    """Records the steps of a loop without a scaler.
 
     Gradients are checked after each backward pass, before anything clips them. On a CPU, a step
     that is applied although they are not finite is reported at once. On a device, losses and norms
-    are read when they have arrived on the host, and nothing waits for them.
+    are read when they have arrived on the host, and nothing waits for them. If a backward pass
+    fails and the script takes no step, the step counts as skipped.
 
     Attributes:
         dtype_seen: called with the narrowest dtype of the first backward passes; None if the dtype
@@ -64,10 +70,13 @@ class LoopObserver(EagerObserver):
         self._loose: dict[str, Tensor] = {}  # in an optimizer, and not the model's
         self._failure: Failure | None = None  # in this iteration
         self._reported: Failure | None = None  # in the present streak of bad steps
+        self._bad_loss: Failure | None = None  # of a backward pass with finite gradients
         self._root: Node = None  # of the latest loss
         self._num_roots = 0  # losses of the backward pass
         self._glance: tuple[Mapping[int, int], Glance] | None = None  # with what it was made for
         self._is_checked = False  # whether gradients were checked since the step before
+        self._most_passes = 0  # the most backward passes before a step
+        self._changes: int | None = None  # of the parameters, up to a backward pass that failed
         self._evaluated: list[Tensor] = []  # losses of the running step of an optimizer
         self._has_gradients = False  # whether the running step has seen any; it may zero them
 
@@ -89,6 +98,7 @@ class LoopObserver(EagerObserver):
         """Check all gradients, and measure them if a sample is due."""
         iteration = self._iterations.latest
         self._check(iteration)
+        self._changes = None if self._failure is None else self._num_changes()
         self._has_gradients |= self._is_in_step and _any_gradient(self._trained.values())
         if iteration.is_sampled:
             iteration.measured.clear()
@@ -111,8 +121,18 @@ class LoopObserver(EagerObserver):
             self._failure = self._reported = None
         elif self._failure is None:
             self._failure = self._reported or self._failed_in(suspects, loss)
+        self._bad_loss = self._failed_loss(loss) if check.is_on_host else None
         self._graphs.release()
         self._root, self._num_roots = None, 0
+
+    def _failed_loss(self, loss: Tensor | HostCopy | None) -> Failure | None:
+        """The failure of a backward pass by its loss alone, if that is the model's."""
+        if loss is None or isinstance(loss, HostCopy) or math.isfinite(value := float(loss.item())):
+            return None
+        trained = {id(parameter) for parameter in self._trained.values()}
+        leaves = (node.variable for node in nodes_from([self._root]) if is_leaf(node))
+        is_own = any(id(leaf) in trained for leaf in leaves)
+        return Failure(value, (), self._graphs.located) if is_own else None
 
     def _looks_clean(self) -> bool:
         """Whether the gradients that show whether the others are finite are so themselves."""
@@ -170,6 +190,53 @@ class LoopObserver(EagerObserver):
         self._glance = None
         return is_new
 
+    def is_left_out(self) -> bool:
+        """Whether the latest backward passes failed, and the script goes on without a step.
+
+        It has zeroed the gradients, or made as many backward passes as before any step. If it has
+        changed the parameters, this is a part of a step, as the first of sharpness-aware ones is.
+        """
+        iteration = self._iterations.latest
+        if self._is_in_step or (failure := self._unstepped(iteration)) is None:
+            return False
+        if self._changes not in (None, self._num_changes()):
+            return False
+        if self._are_zeroed(failure):
+            return True
+        is_over = 0 < self._most_passes <= iteration.num_losses
+        if is_over and failure.nonfinite:
+            iteration.note(Event.KEPT)
+        return is_over
+
+    def _are_zeroed(self, failure: Failure) -> bool:
+        """Whether the gradients of a failure are gone."""
+        names = [each.name for each in failure.nonfinite] or list(self._trained)
+        return not any(_has_any(self._trained[name].grad) for name in names)
+
+    def _num_changes(self) -> int:
+        """How often PyTorch has changed the trained parameters."""
+        return sum(parameter._version for parameter in self._trained.values())
+
+    def _unstepped(self, iteration: Iteration) -> Failure | None:
+        """The failure of an iteration in which no optimizer has stepped; None if it has not."""
+        if iteration.outcomes or not iteration.losses:
+            return None
+        if (failure := self._failure or self._bad_loss) is not None:
+            return failure
+        late = (each for each in iteration.checks if each.check.has_arrived)
+        bad = next((each for each in late if each.check.suspects()), None)
+        if bad is None:
+            return None
+        return self._failed(bad.loss, bad.check.nonfinite(self._trained), bad.root)
+
+    def _with_skip(self, iteration: Iteration) -> Iteration:
+        """An iteration, with a skip in place of a step that the script leaves out."""
+        if (failure := self._unstepped(iteration)) is None:
+            return iteration
+        skip = StepOutcome(1.0, True)
+        skip.nonfinite = failure.nonfinite or None  # else another rank seems to have failed
+        return replace(iteration, outcomes={_ALL: skip})
+
     def outcome_of(self, optimizer: object) -> StepOutcome:
         """The outcome of a step that is done."""
         if not (self._has_gradients or _any_gradient(_held_by(optimizer))):
@@ -217,8 +284,14 @@ class LoopObserver(EagerObserver):
             if dtype != self.dtype:
                 self.dtype = dtype
                 self.dtype_seen(dtype)
+        if (failure := self._unstepped(iteration)) is not None:
+            iteration.outcomes = self._with_skip(iteration).outcomes
+            self._reported, iteration.checks = self._failure, []
+            self._graphs.located = self._graphs.located or failure.located
+        if iteration.optimizers:
+            self._most_passes = max(self._most_passes, iteration.num_losses)
         if iteration.outcomes:
-            self._failure = None
+            self._failure = self._bad_loss = None
         super()._end()
 
     def _read_if_due(self, is_due: bool) -> None:
@@ -246,10 +319,28 @@ class LoopObserver(EagerObserver):
 
     def snapshot(self) -> StepLog:
         """A copy of the log with all steps so far; any thread may call this."""
-        log, latest = super().snapshot(), self._iterations.latest
+        log, latest = super().snapshot(), self._with_skip(self._iterations.latest)
         if latest.outcomes and not self._is_in_step:
             self._add_to(log, [latest])
         return log
+
+    def close(self, finish: Callable[[], None]) -> None:
+        """Stop observing, report a failure that no step has followed, and call ``finish``."""
+
+        def report_and_finish() -> None:
+            self._report_last()
+            finish()
+
+        super().close(report_and_finish)
+
+    def _report_last(self) -> None:
+        """Report the step with which the run ends, if the script has left it out."""
+        last = self.log.history[-1] if self.log.history else None
+        if last is not None and last.skipped and self.log.stuck_streak is None:
+            bad, located = last.nonfinite or (), self._graphs.located or self.located
+            listed, more = bad[:MOST_NONFINITE], len(bad[MOST_NONFINITE:])
+            given = last.step, last.loss, listed, more, located
+            self.log.add_bad(BadStep(*given, is_left_out=True))
 
     def _is_resumed(self, optimizer: object) -> bool:
         return False  # there is no scaler whose state could be missing
@@ -261,6 +352,11 @@ def _held_by(optimizer: object) -> Iterator[Tensor]:
 
 def _any_gradient(parameters: Iterable[Tensor]) -> bool:
     return any(p.grad is not None for p in parameters)
+
+
+def _has_any(gradient: Tensor | None) -> bool:
+    """Whether a gradient has an element other than 0."""
+    return gradient is not None and bool(elements_of(gradient).any())
 
 
 def _with_numbers(parameters: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -267,7 +267,7 @@ class EagerObserver(StepSource):
             self._judge(ended)
         except Exception as error:  # the next call goes on; after an interrupt, it judges again
             self._updated = ended
-            if isinstance(error, StuckError):
+            if isinstance(error, StuckError) and self._steps_by_scaler:
                 with passing():
                     raise StuckError(
                         f"{error} To go on all the same, call update() again."
@@ -390,7 +390,7 @@ class EagerObserver(StepSource):
         if self._shared is not None:
             self._shared.end()
         iteration = self._iterations.latest
-        if iteration.outcomes:
+        if iteration.optimizers:  # none, if a script leaves out the step
             self.parameters.optimizers = list(iteration.optimizers.values())
             measured = iteration.measured.values()
             lacks_gradient = bool(measured) and any(each.lacks_gradient for each in measured)

@@ -33,13 +33,17 @@ class BackwardObserver(Observer, Protocol):
     def outcome_of(self, optimizer: object) -> StepOutcome:
         """The outcome of a step that is done."""
 
+    def is_left_out(self) -> bool:
+        """Whether the latest backward passes failed, and the script goes on without a step."""
+
 
 class PlainLoop:
     """Announces the losses and the steps of a loop to an observer, as a scaler with a scale of 1.
 
     An iteration is a run of backward passes and the steps that follow them. It ends at the next
     backward pass or, after the first iteration, when all optimizers that have stepped so far have
-    stepped in it. Steps come from PyTorch's hooks of optimizers, and losses from ``backward``.
+    stepped in it. It also ends if the script leaves out its step because it failed. Steps come from
+    PyTorch's hooks of optimizers, and losses from ``backward``.
 
     Args:
         model: the model. An optimizer is watched if it holds one of the model's parameters.
@@ -115,6 +119,8 @@ class PlainLoop:
         if self._stepped and not self._stepping:
             self._end()
             self._has_known_all = True
+        elif not self._stepping and self._observer.is_left_out():
+            self._end()
         real = [loss for loss in losses if has_numbers(loss)]
         self._is_dry = bool(losses) and not real
         for loss in real:

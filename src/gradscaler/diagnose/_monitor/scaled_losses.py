@@ -21,6 +21,7 @@ from gradscaler.diagnose._graph.nodes import (
     saved,
 )
 from gradscaler.diagnose._graph.summands import summands_of
+from gradscaler.diagnose._graph.zero_losses import end_of
 from gradscaler.diagnose._operations.operation import Role
 from gradscaler.diagnose._operations.rows import names_with
 from gradscaler.diagnose._record.events import Counted, Event
@@ -63,6 +64,9 @@ class ScaledLosses:
         if loss.grad_fn is None:
             return
         self.is_by_hand |= _is_scaled_by_hand(loss)
+        if not bool(loss.detach().any()) and (end := end_of(loss)) is not None:
+            cause, node = end
+            self._note(Event.ENDED, node, line_of(loss, node), before=f"{cause} ")
         root, _ = _at_root(loss.grad_fn, _PASSED)
         is_early = len(self.positive) < MOST_LOSSES
         name = "" if root is None else differentiated(root.name())
@@ -89,9 +93,11 @@ class ScaledLosses:
                 self._note(Event.ACROSS, inner, line_of(loss, inner))
         return True
 
-    def _note(self, event: Event, node: Node, line: str | None, rest: str = "") -> None:
+    def _note(
+        self, event: Event, node: Node, line: str | None, rest: str = "", before: str = ""
+    ) -> None:
         at = f" at {line}" if line else ""
-        self.mistakes.setdefault(event, f"{differentiated(node.name())}{at}{rest}")
+        self.mistakes.setdefault(event, f"{before}{differentiated(node.name())}{at}{rest}")
 
     def unscaled(self, parameters: Mapping[str, Tensor]) -> Iterable[str]:
         """The names of parameters whose gradients come from no scaled loss."""

@@ -155,7 +155,8 @@ class StepLog:
         """Add a step, unless it was added before; :meth:`check_stuck` gives the verdict.
 
         A step counts as skipped if any optimizer skipped it. ``optimizers`` says for each
-        optimizer, by id, whether it skipped. None stands for a single optimizer.
+        optimizer, by id, whether it skipped. None stands for a single optimizer, and the id 0 for
+        all of them.
         """
         counts, number = self.counts, step.step
         if number <= counts.step:
@@ -167,7 +168,7 @@ class StepLog:
         is_finite_here = counts.is_finite_here
         if is_inspected:
             is_finite_here = is_finite_here is not False and not step.nonfinite
-        last = next(iter(optimizers)) if optimizers and len(optimizers) == 1 else None
+        last = (next(iter(optimizers)) or None) if optimizers and len(optimizers) == 1 else None
         if last is not None and counts.optimizer not in (None, last):
             unscaled = [Counted(Event.UNSCALED)] * (step.loss is None)
             observed = observed.after(Observations((Counted(Event.SWITCHED), *unscaled)))
@@ -482,7 +483,7 @@ class StepLog:
             optimizer: streak
             for optimizer, streak in streaks.items()
             if step.step - streak.skips[-1].step <= self._stuck_after
-            and optimizers.get(optimizer, True)
+            and optimizers.get(optimizer, optimizer != 0)
         }
         for optimizer, skipped in optimizers.items():
             if skip is not None and skipped:

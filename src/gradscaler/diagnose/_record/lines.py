@@ -7,7 +7,6 @@ continue from one process to the next.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -91,7 +90,8 @@ class Start:
         every: the average number of steps from one sample to the next.
         step: the number of steps in the file before this line.
         policy: the policy's ``name``, and its parameters by their names; empty if there is no
-            scaler. Then samples have no ``scale``, ``scales`` and ``skips`` in the file.
+            scaler. Then samples have no ``scale`` and ``scales`` in the file, and ``skips`` only if
+            the script left out steps that failed.
         time: the time of the start, in UTC, in ISO 8601.
         rank: the rank of the process; omitted from the file if one process trains alone.
         world_size: the number of processes that train together; omitted if it is 1.
@@ -249,7 +249,8 @@ class BadStep:
     """A step that an optimizer applied although its gradients held an Inf or a NaN.
 
     Only a loop without a scaler has such steps. A file holds the first of each streak of them. It
-    also holds a loss that was Inf or NaN, and that no backward pass took before the script ended.
+    also holds the failure with which a script ended: a loss that was Inf or NaN and that no
+    backward pass took, or a backward pass that failed and that no step followed.
 
     Attributes:
         step: the step's number.
@@ -257,7 +258,8 @@ class BadStep:
         nonfinite: the first 10 gradients that held an Inf or a NaN, as in :class:`Skip`.
         more: the number of further gradients that held one.
         located: the place where the first Inf or NaN was made; None if that was not seen.
-        is_left_out: whether no backward pass took the loss, so that the step was not applied.
+        is_left_out: whether no backward pass took the loss, or no step followed it, so that the
+            step was not applied.
         is_from_start: whether the parameter that `located` names was Inf or NaN before the first
             step.
         lost_eps: an optimizer's eps that is 0, or rounds to 0 in its parameters' float16; None if
@@ -287,8 +289,11 @@ class BadStep:
 
     def check(self) -> None:
         """Check that what the step was left out for is known."""
-        if self.is_left_out and (self.loss is None or math.isfinite(self.loss)):
-            raise ValueError("is_left_out: must be false, as the loss is not Inf or NaN")
+        has_failed = self.nonfinite or self.failure.has_bad_loss
+        if self.is_left_out and not has_failed:
+            raise ValueError(
+                "is_left_out: must be false, as neither loss nor gradient is Inf or NaN"
+            )
 
 
 @dataclass(frozen=True)

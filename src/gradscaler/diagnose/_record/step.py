@@ -14,7 +14,8 @@ class Step(NamedTuple):
     Attributes:
         step: its number, from 1.
         scale: the loss scale that it used; 1 if there is no scaler.
-        skipped: whether its gradients held an Inf or a NaN, so that the scaler skipped it.
+        skipped: whether its gradients held an Inf or a NaN, so that the scaler skipped it, or a
+            script without one.
         loss: the unscaled loss, if it was read.
         nonfinite: the gradients that held an Inf or a NaN, if the step was skipped and inspected,
             or was applied all the same; else None.

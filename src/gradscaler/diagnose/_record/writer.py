@@ -20,7 +20,7 @@ from gradscaler.diagnose._record.step import Before
 logger = logging.getLogger("gradscaler")
 
 _fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
-_OF_SCALER = "scale", "scales", "skips"  # of a sample
+_OF_SCALER = "scale", "scales"  # of a sample; and "skips", if there are none
 _SPELLED = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
 _SHARE = 'give each process a Monitor and a file of its own, path="run.{rank}.jsonl"'
 _open_files: set[FileIO] = set()  # keeps a file open until its monitor has written the last lines
@@ -81,6 +81,8 @@ class RunFile:
             return
         try:
             kept = {name: n for name, n in vars(line).items() if name not in self._left_out}
+            if self._left_out and not kept.get("skips"):
+                kept.pop("skips", None)
             self._append({"kind": line.kind, **kept})
         except ValueError:
             if not self._file.closed:  # a signal handler may have closed it in the meantime

@@ -236,13 +236,16 @@ def _skips(run: Run) -> Table:
         loss = None if skip.loss is None or math.isfinite(skip.loss) else number(skip.loss)
         groups.setdefault((kind, loss), []).append(skip)
     rows = [_row(alike, run.starts[-1].world_size > 1) for alike in _latest_first(groups.values())]
-    title = "Skipped steps"
+    title = "Skipped steps" if run.has_scaler else "Steps that the script left out"
     if len(run.skips) < len(run.skipped):
         title += f": the {len(run.skips):,} of {len(run.skipped):,} that were inspected"
     if len(groups) > _MOST_ROWS:
         title += f", the latest {_MOST_ROWS} kinds of {len(groups):,}"
-    headings = "Steps", "Skips", "Gradients with Inf or NaN", "Loss", "Scale"
-    return Table(title, headings, rows, names=2)
+    gradients = "Gradients with Inf or NaN"
+    if not run.has_scaler:
+        rows = [row[:-1] for row in rows]
+        return Table(title, ("Steps", "Number", gradients, "Loss"), rows, names=2)
+    return Table(title, ("Steps", "Skips", gradients, "Loss", "Scale"), rows, names=2)
 
 
 def _bad_steps(run: Run) -> Table:
@@ -250,7 +253,7 @@ def _bad_steps(run: Run) -> Table:
     rows = [
         (f"{bad.step:,}", _held(bad), "" if bad.loss is None else number(bad.loss))
         for bad in run.bad_steps[:_MOST_ROWS]
-        if bad.nonfinite
+        if bad.nonfinite and not bad.is_left_out
     ]
     title = "Steps that were applied with Inf or NaN, the first of each streak"
     return Table(title, ("Step", "Gradients with Inf or NaN", "Loss"), rows, names=1)

@@ -1,0 +1,103 @@
+"""Why a loss of 0 gives gradients of exactly 0: what ends each way from it to the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gradscaler.diagnose._gradients.reading import Tensor
+from gradscaler.diagnose._graph.call_site import Node, aten_name
+from gradscaler.diagnose._graph.nodes import MOST_NODES, is_custom, is_leaf, saved
+
+_MARGINS = "clamp", "clamp_min", "relu", "threshold"
+_DISTANCES = "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"
+
+
+def end_of(loss: Tensor) -> tuple[str, Node] | None:
+    """What ends the gradients of a loss, and the node nearest to it that does; None if unknown.
+
+    It is ``"factor"`` if the node multiplies by numbers that are all 0, ``"ignored"`` if each
+    target is the index to ignore, ``"margin"`` if a relu or clamp is off for all of its inputs,
+    ``"equal"`` if all outputs equal their targets, and ``"empty"`` if the node makes no element.
+    There is one on each way, or else the gradients are 0 for another reason.
+    """
+    nodes, first = [loss.grad_fn], None
+    seen = set(nodes)
+    for node in nodes:  # grows meanwhile
+        if node is None or is_leaf(node) or is_custom(node) or len(nodes) > MOST_NODES:
+            return None
+        cause, open_ways = _cause_in(node)
+        if cause is not None and first is None:
+            first = cause, node
+        for below in open_ways:
+            if below not in seen:
+                seen.add(below)
+                nodes.append(below)
+    return first
+
+
+def _cause_in(node: Node) -> tuple[str | None, list[Node]]:
+    """What ends the gradients of a node's inputs, and the nodes to which it lets them pass."""
+    name = aten_name(node.name()).rstrip("_")
+    ways = [(n, below) for n, (below, _) in enumerate(node.next_functions) if below is not None]
+    if any(0 in made.shape for made in node._input_metadata):
+        return "empty", []
+    if name.startswith("nll_loss") and _is_ignored(node):
+        return "ignored", []
+    if name in _MARGINS and _is_off(node, name):
+        return "margin", []
+    if _has_equal(node, name):
+        return "equal", []
+    ended = set(_without_factor(node, name))
+    return "factor" if ended else None, [below for n, below in ways if n not in ended]
+
+
+def _without_factor(node: Node, name: str) -> Iterator[int]:
+    """The inputs of a node whose gradient it multiplies by numbers that are all 0."""
+    if name == "mul":
+        for number, factor in enumerate(("other", "self")):
+            if _is_zero(saved(node, factor)):
+                yield number
+    elif name == "masked_fill" and _all(saved(node, "mask")):
+        yield 0
+    elif name == "where" and (condition := saved(node, "condition")) is not None:
+        yield from [0] * (not condition.any()) + [1] * _all(condition)
+
+
+def _is_ignored(node: Node) -> bool:
+    target, ignored = saved(node, "target"), saved(node, "ignore_index")
+    if target is None or ignored is None:
+        return False
+    return _all(target == (ignored - 2**64 if ignored >= 2**63 else ignored))  # it is read unsigned
+
+
+def _is_off(node: Node, name: str) -> bool:
+    """Whether a relu or a clamp is off for all of its inputs."""
+    if name == "relu":
+        return _is_zero(saved(node, "result"))
+    given, low, high = (saved(node, key) for key in ("self", "min", "max"))
+    low = saved(node, "threshold") if name == "threshold" else low
+    if given is None or (low is None and high is None):
+        return False
+    is_below = given <= low if name == "threshold" else given < low if low is not None else None
+    is_above = None if high is None else given > high
+    off = is_below if is_above is None else is_above if is_below is None else is_below | is_above
+    return _all(off)
+
+
+def _has_equal(node: Node, name: str) -> bool:
+    """Whether a node takes a distance of numbers from equal ones, where its slope is 0."""
+    given = saved(node, "self")
+    if name in _DISTANCES:
+        target = saved(node, "target")
+        return given is not None and target is not None and bool((given == target).all())
+    exponent = saved(node, "exponent")
+    is_power = name == "pow" and isinstance(exponent, (int, float)) and exponent > 1
+    return (is_power or name == "abs") and _is_zero(given)
+
+
+def _is_zero(tensor: Tensor | None) -> bool:
+    return tensor is not None and not bool(tensor.any())
+
+
+def _all(tensor: Tensor | None) -> bool:
+    return tensor is not None and bool(tensor.all())
