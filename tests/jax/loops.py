@@ -10,12 +10,13 @@ import optax
 from flax import nnx
 
 CASES = ["healthy", "root", "logarithm", "batch", "donated", "eager", "constant", "nnx", "nnx.jit"]
+CASES += ["where", "apply_if_finite"]
 
 
 def loss_of(params, x, case):
     outputs = jnp.tanh(x @ params["first"]) @ params["last"]
     loss = jnp.mean(outputs**2)
-    if case in ("root", "donated", "eager"):
+    if case in ("root", "donated", "eager", "where", "apply_if_finite"):
         return loss + jnp.sqrt(jnp.sum(((outputs - outputs[0]) * x.sum()) ** 2))
     if case == "logarithm":
         return loss - jnp.log(jnp.abs(x).sum() + 0 * outputs.sum())
@@ -59,12 +60,18 @@ def train(case):
     first, last = jax.random.split(jax.random.key(0))
     params = {"first": jax.random.normal(first, (4, 8)), "last": jax.random.normal(last, (8, 1))}
     optimizer = optax.adam(1e-2)
+    if case == "apply_if_finite":
+        optimizer = optax.apply_if_finite(optimizer, 5)
     state = optimizer.init(params)
 
     def step(params, state, x):
         loss, gradients = jax.value_and_grad(loss_of)(params, x, case)
-        updates, state = optimizer.update(gradients, state)
-        return optax.apply_updates(params, updates), state, loss
+        updates, new_state = optimizer.update(gradients, state)
+        new = optax.apply_updates(params, updates), new_state
+        if case == "where":
+            is_finite = jnp.isfinite(optax.global_norm(gradients))
+            new = jax.tree.map(partial(jnp.where, is_finite), new, (params, state))
+        return *new, loss
 
     if case == "donated":
         step = partial(jax.jit, donate_argnums=(0, 1))(step)

@@ -35,8 +35,8 @@ def test_parameters_and_states_are_the_same_to_the_bit(plain, ran, in_step_13):
 
 def test_each_function_that_takes_a_gradient_has_a_run_file_and_a_verdict(ran):
     runs = [read_run(file) for file in ran.files]
-    assert [run.num_steps for run in runs] == [24] * 9
-    assert [run.bad_steps[0].step for run in runs if run.bad_steps] == [13] * 7
+    assert [run.num_steps for run in runs] == [24] * 11
+    assert [run.bad_steps[0].step for run in runs if run.bad_steps] == [13] * 9
     healthy, *_ = ran.verdicts
     told = "after 24 steps: None of 24 steps had a gradient of NaN or Inf. Nothing needs fixing: "
     assert healthy.startswith(f"{told}the loss went from ")
@@ -51,7 +51,7 @@ def test_the_first_bad_step_names_operation_and_line(ran):
 
 
 def test_a_parameter_of_nnx_has_the_name_that_it_has_in_the_model(ran):
-    for verdict in ran.verdicts[7:]:
+    for verdict in ran.verdicts[7:9]:
         assert "The gradient of bias is NaN" in verdict
         assert f"by the gradient of norm at {SCRIPT}:{LINE['norm']}" in verdict
 
@@ -60,6 +60,13 @@ def test_a_bad_loss_alone_loses_no_weights(ran):
     verdict = ran.verdicts[6]
     assert "the loss itself was NaN or Inf in step 13" in verdict
     assert "first seen in log" in verdict
+
+
+def test_a_step_that_keeps_the_old_weights_by_itself_is_counted_and_its_operation_named(ran):
+    for verdict in ran.verdicts[9:]:
+        assert verdict.startswith("after 24 steps, of which 1 left the weights as they were")
+        assert f"by the gradient of sqrt at {SCRIPT}:{LINE['sqrt']}" in verdict
+        assert "the loss is finite: step 13 left the weights as they were" in verdict
 
 
 def test_donated_arguments_are_gone_and_a_watched_step_has_copies(ran, in_step_13):

@@ -6,7 +6,7 @@ import argparse
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, update_wrapper
 from types import MethodType
 from typing import Any
@@ -14,13 +14,19 @@ from typing import Any
 from gradscaler._run_script.after_import import after_import
 from gradscaler._run_script.runs import Runs
 from gradscaler._run_script.undo import replace
+from gradscaler._run_script.watched_run import WatchedRun
+from gradscaler.diagnose import Located
 from gradscaler.diagnose._graph.call_site import is_of_user
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._locate.leaf_names import names_in_states, parameters_of
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
+from gradscaler.diagnose._monitor.replay import located_in
 
 Array = Any
 Function = Callable[..., Any]
+
+# A search runs a step primitive by primitive, and may take minutes.
+_MOST_IN_VAIN = 3
 
 
 class FunctionLoops:
@@ -39,7 +45,8 @@ class FunctionLoops:
         self._jax: Any = sys.modules["jax"]
         self._calling: list[_Watched] = []  # the functions that are running, the inner last
         self._num_steps: Counter[object] = Counter()  # by the key of a run
-        self.are_finite: Function = self._jax.jit(_are_finite)
+        self._taken: list[Any] | None = None  # results with gradients, of a step that is run again
+        self._look: Function = self._jax.jit(_look)
 
     def start(self) -> None:
         """Watch this process from now on."""
@@ -71,6 +78,8 @@ class FunctionLoops:
         if watched.takes_gradient:
             for each in self._calling:
                 each.takes_gradient = True
+        if self._taken is not None:
+            return self._call_again(watched, args, kwargs, self._taken)
         is_outer = not self._calling and not self._is_traced((args, kwargs))
         if not is_outer and not watched.takes_gradient:
             return watched.function(*args, **kwargs)
@@ -82,6 +91,20 @@ class FunctionLoops:
             self._calling.pop()
         if is_outer and watched.takes_gradient:
             self._after(watched, copies or (args, kwargs), results)
+        return results
+
+    def _call_again(
+        self, watched: _Watched, args: tuple[Any, ...], kwargs: dict[str, Any], taken: list[Any]
+    ) -> Any:
+        """Call a watched function in a step that is run again, and keep results with gradients."""
+        is_outer = not self._calling
+        self._calling.append(watched)
+        try:
+            results = watched.function(*args, **kwargs)
+        finally:
+            self._calling.pop()
+        if is_outer and watched.takes_gradient:  # those within are traced for it alone
+            taken.append(results)
         return results
 
     def _is_traced(self, values: Any) -> bool:
@@ -110,7 +133,13 @@ class FunctionLoops:
         args, kwargs = given
         paths = self._jax.tree_util.tree_leaves_with_path(results)
         leaves = [(path, leaf) for path, leaf in paths if _is_floating(leaf)]
-        finite = self.are_finite([leaf for _, leaf in leaves])
+        is_there = not any(
+            getattr(each, "is_deleted", bool)() for each in self._jax.tree_util.tree_leaves(given)
+        )
+        kept = self._kept(args, results)
+        changes = (pair for pairs in kept.values() for pair in pairs if is_there)
+        pairs = [pair for pair in changes if _is_array(pair[1])]
+        *finite, is_same = self._look([leaf for _, leaf in leaves], pairs)
         # A number is a loss or a metric; only a model of numbers alone has parameters of that kind.
         has_arrays = any(leaf.ndim for _, leaf in leaves)
         bad = [
@@ -118,23 +147,76 @@ class FunctionLoops:
             for (path, leaf), is_finite in zip(leaves, finite, strict=True)
             if not is_finite and (leaf.ndim or not has_arrays)
         ]
-        is_there = not any(
-            getattr(each, "is_deleted", bool)() for each in self._jax.tree_util.tree_leaves(given)
-        )
         again = update_wrapper(partial(watched.of, **kwargs), watched.users, updated=())
-        self._runs.open[watched.key].record(
-            self._loss_in(leaves),
-            self._named(bad, watched, args, results) if bad else {},
-            (lambda: (again, *args)) if is_there else None,
+        run = self._runs.open[watched.key]
+        is_left_out = bool(is_same) and self._is_left_out(watched, run, again, args)
+        watched.has_moved |= bool(pairs) and not is_same
+        run.record(
+            self._loss_in(
+                leaves, [x for path, x in leaves if _place(path, results)[0] not in kept]
+            ),
+            self._named(bad, watched, args, results) if bad and not is_left_out else {},
+            (lambda: (again, *args)) if is_there and not is_left_out else None,
         )
 
-    def _loss_in(self, leaves: list[tuple[Any, Array]]) -> Array | None:
-        """The loss among the results, by its name, else the first number; None if there is none."""
-        numbers = [
-            (self._jax.tree_util.keystr(path), leaf) for path, leaf in leaves if not leaf.ndim
-        ]
-        named = [leaf for name, leaf in numbers if "loss" in name.lower()]
-        return next(iter([*named, *(leaf for _, leaf in numbers)]), None)
+    def _is_left_out(self, watched: _Watched, run: WatchedRun, step: Function, args: Any) -> bool:
+        """Whether a step that changed no weights left them for an Inf or NaN; the run notes it.
+
+        Others change none, too, as at a learning rate of 0. So the first one is searched.
+        """
+        located = None
+        if watched.has_moved and watched.num_searches and not watched.leaves_out:
+            watched.num_searches -= 1
+            located = self._located_in(step, args)
+            watched.leaves_out = located is not None
+        if watched.leaves_out:
+            run.leave_unchanged(located)
+        return watched.leaves_out
+
+    def _kept(self, args: Any, results: Any) -> dict[int, list[tuple[Any, Any]]]:
+        """The leaves of each result that takes the place of an argument, and those before.
+
+        It is a state, by its place: it has the argument's structure, and holds an array.
+        """
+
+        def flat(value: Any) -> tuple[list[Any], Any]:
+            leaves, structure = self._jax.tree_util.tree_flatten(value)
+            kinds = [(getattr(x, "shape", None), str(getattr(x, "dtype", None))) for x in leaves]
+            return leaves, (structure, *kinds)
+
+        before = {key: leaves for leaves, key in map(flat, args) if any(map(_is_array, leaves))}
+        each = enumerate(map(flat, _items(results)))
+        return {
+            at: list(zip(before[key], after, strict=True))
+            for at, (after, key) in each
+            if key in before
+        }
+
+    def _located_in(self, step: Function, args: Any) -> Located | None:
+        """Where an Inf or NaN in the gradients of a step began, which left the weights unchanged.
+
+        In float16 it may be an overflow of a loss scale, which the next steps cure.
+        """
+
+        def with_gradients(*args: Any) -> Any:
+            self._taken = []
+            try:
+                return step(*args), self._taken
+            finally:
+                self._taken = None
+
+        try:
+            found = located_in(update_wrapper(with_gradients, step, updated=()), *args)
+        except Exception:  # such as for gradients in a loop of JAX's, which are traced within it
+            return None
+        return None if found is None or found.dtype == "float16" else found
+
+    def _loss_in(self, leaves: list[tuple[Any, Array]], others: list[Array]) -> Array | None:
+        """The number that is named a loss, else the first one among others; None if none is."""
+        keystr = self._jax.tree_util.keystr
+        named = (leaf for path, leaf in leaves if "loss" in keystr(path).lower())
+        numbers = (leaf for leaf in (*named, *others) if not leaf.ndim)
+        return next(numbers, None)
 
     def _named(
         self, leaves: list[tuple[Any, Array]], watched: _Watched, args: Any, results: Any
@@ -146,13 +228,12 @@ class FunctionLoops:
         tree, in_states = self._jax.tree_util, names_in_states(results)
         names = zip(args, parameters_of(watched.users), strict=False)
         of = {tree.tree_structure(arg): name for arg, name in names}
-        items = results if isinstance(results, (tuple, list)) else [results]
-        known = [of.get(tree.tree_structure(item)) for item in items]
+        known = [of.get(tree.tree_structure(item)) for item in _items(results)]
 
         def name(path: Any) -> str:
-            if isinstance(results, (tuple, list)) and known[path[0].idx] and len(path) > 1:
-                return f"{known[path[0].idx]}{tree.keystr(path[1:])}"
-            return f"result{tree.keystr(path)}"
+            at, within = _place(path, results)
+            is_known = known[at] and within
+            return f"{known[at]}{tree.keystr(within)}" if is_known else f"result{tree.keystr(path)}"
 
         return {in_states.get(id(leaf)) or name(path): leaf for path, leaf in leaves}
 
@@ -166,12 +247,17 @@ class _Watched:
         of: what is run to see a step again: that, or what takes its gradient.
         takes_gradient: whether a gradient was taken in a call of it.
         key: of its run. A function that is differentiated in each step anew has one run.
+        has_moved: whether a call has changed all weights that it got.
+        leaves_out: whether a call has left them as they were for an Inf or NaN.
+        num_searches: how many more calls that leave them may be searched for one.
     """
 
     def __init__(self, function: Function, of: Function, loops: FunctionLoops, grad: bool) -> None:
         update_wrapper(self, function)
         self.function, self.users, self.of = function, of, function if grad else of
         self.takes_gradient, self._loops = grad, loops
+        self.has_moved = self.leaves_out = False
+        self.num_searches = _MOST_IN_VAIN
         self.key: object = getattr(inspect.unwrap(of), "__code__", of) if grad else self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -192,7 +278,23 @@ def _is_floating(leaf: Any) -> bool:
     return dtype.startswith(("float", "bfloat", "complex")) and bool(leaf.size)
 
 
-def _are_finite(leaves: list[Array]) -> Any:
-    """Whether each array is finite, as one array."""
+def _is_array(leaf: Any) -> bool:
+    """Whether it holds floating-point numbers, and not one alone."""
+    return _is_floating(leaf) and bool(leaf.ndim)
+
+
+def _items(results: Any) -> Sequence[Any]:
+    """The results of a function, which may be one; a named tuple is one."""
+    return results if type(results) in (tuple, list) else [results]
+
+
+def _place(path: Any, results: Any) -> tuple[int, Any]:
+    """Which of the results a path leads into, and the path within it."""
+    return (0, path) if _items(results) is not results else (path[0].idx, path[1:])
+
+
+def _look(leaves: list[Array], pairs: list[tuple[Array, Array]]) -> Any:
+    """Whether each array is finite, and at the end whether both of each pair are equal."""
     numpy: Any = sys.modules["jax.numpy"]
-    return numpy.stack([numpy.isfinite(each).all() for each in leaves]) if leaves else []
+    same = numpy.stack([(old == new).all() for old, new in pairs]).all() if pairs else False
+    return numpy.stack([*(numpy.isfinite(each).all() for each in leaves), numpy.asarray(same)])

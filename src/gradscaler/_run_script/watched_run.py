@@ -13,7 +13,7 @@ from gradscaler._run_script.files import RunFiles
 from gradscaler._run_script.options import STOPPED
 from gradscaler._run_script.step_watch import Search, StepWatch
 from gradscaler._run_script.voice import is_quiet_rank, say, say_no_step, shown
-from gradscaler.diagnose import Finding, Monitor, Verdict, read_run, report
+from gradscaler.diagnose import Finding, Located, Monitor, Verdict, read_run, report
 from gradscaler.diagnose._findings.frameworks import Framework
 from gradscaler.diagnose._graph.guard import guard
 from gradscaler.diagnose._monitor.models import one_model
@@ -49,6 +49,7 @@ class WatchedRun:
     ) -> None:
         self._options = options
         self._is_over, self._process = False, os.getpid()
+        self._num_unchanged = 0  # steps that left the weights as they were
         self._is_broken = False  # whether the watch ended before the run
         guard.add(self)
         self._advice: set[str] = set()  # that was printed on the way
@@ -99,6 +100,12 @@ class WatchedRun:
         if self._watch is not None:
             self._watch.stepping(list(gradients.values()))
         self._monitor.record(loss=loss, gradients=gradients, replay=replay)
+
+    def leave_unchanged(self, located: Located | None) -> None:
+        """Note that the step that is recorded next left the weights as they were, and why."""
+        self._num_unchanged += 1
+        if located is not None:
+            self._monitor.note_located(located, is_left_out=True)
 
     def step_ended(self) -> None:
         """Note that a step has ended, which a scaler may have skipped."""
@@ -183,6 +190,8 @@ class WatchedRun:
         is_unseen = is_unseen and (first.kind in _OF_OPERATIONS or has_bad_loss)
         is_open = first.kind in _OF_VALUES or is_unseen
         is_made_before = is_open and bad > 1 and self._proposes_watch
+        if self._num_unchanged:
+            text = f", of which {self._num_unchanged:,} left the weights as they were{text}"
         say(
             f"after {steps:,} step{'s' * (steps != 1)}{text}",
             *self._lines,

@@ -45,6 +45,7 @@ class Outcome(Enum):
         "so no backward pass took it in {this}",
         "and {this} has a loss of {loss:g}",
     )
+    UNCHANGED = ("so {this} left the weights as they were",)  # by itself
 
     def __init__(
         self,
@@ -154,7 +155,9 @@ def now_and_then(
 def of_bad_step(bad: BadStep, evidence: Evidence) -> Case:
     """The case of a step that was applied although it failed, or of a loss that was left out."""
     outcome = Outcome.LEFT_OUT if bad.is_left_out else Outcome.APPLIED
-    if bad.is_left_out and any(step.step == bad.step for step in evidence.past[-1:]):
+    if bad.is_left_out and evidence.framework.is_recorded:
+        outcome = Outcome.UNCHANGED
+    elif bad.is_left_out and any(step.step == bad.step for step in evidence.past[-1:]):
         outcome = Outcome.IN_A_ROW  # its backward pass was made
     known = _place(bad, evidence), bad.parameter, bad.lost_eps
     return Case(evidence, outcome, (bad.failure,), *known)

@@ -302,13 +302,18 @@ class Monitor:
         if self._is_open:
             self._source.record(scaler, finite, gradients, loss, parameters, replay)
 
-    def note_located(self, located: Located) -> None:
+    def note_located(self, located: Located, *, is_left_out: bool = False) -> None:
         """Note where :func:`locate`, or a watch of one's own, found the failure of this step.
 
         The verdict names that place if the monitor itself saw only what read the Inf or NaN.
+
+        Args:
+            located: the place.
+            is_left_out: whether the step left the weights as they were by itself. It counts in a
+                loop that is recorded and has no scaler.
         """
         if self._is_open and isinstance(self._source, RecordedLoop):
-            self._source.noted = located
+            self._source.noted, self._source.is_left_out = located, is_left_out
         elif self._is_open:
             self._log.add_made(located)
 

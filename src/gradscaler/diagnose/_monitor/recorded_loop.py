@@ -37,9 +37,11 @@ class RecordedLoop(Recorder):
 
     Attributes:
         noted: where a watch has found the failure of the step that is recorded next.
+        is_left_out: whether that step left the weights as they were.
     """
 
     noted: Located | None = None
+    is_left_out = False
 
     def _add(
         self,
@@ -62,6 +64,9 @@ class RecordedLoop(Recorder):
             loss = self.log.history[-1].loss
             line = BadStep(step.number, loss, listed, more, located, parameter=parameter)
             self.log.add_bad(line)
+        elif self.noted is not None and self.is_left_out:
+            loss = self.log.history[-1].loss
+            self.log.add_bad(BadStep(step.number, loss, located=self.noted, is_left_out=True))
         elif self.noted is not None:  # its loss alone is bad
             self.log.add_made(self.noted)
-        self.noted = None
+        self.noted, self.is_left_out = None, False

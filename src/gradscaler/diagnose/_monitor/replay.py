@@ -102,7 +102,7 @@ class Replays:
         """Locate the failure; if that raises, warn, and replay no more: the training goes on."""
         self._num_left[has_failed] -= 1
         try:
-            found = _located(*replay())
+            found = located_in(*replay())
         except Exception as error:
             self._num_left = dict.fromkeys(self._num_left, 0)
             what = f"replay is called no more, and the training continues: {error!r}"
@@ -114,7 +114,7 @@ class Replays:
             self._log.add_watched(found)
 
 
-def _located(first: Any, *rest: Any) -> Located | None:
+def located_in(first: Any, *rest: Any) -> Located | None:
     """Locate in a function of JAX and its arguments, or in a model and its closure."""
     methods = "named_modules", "cells_and_names"  # of PyTorch and MindSpore
     is_model = is_keras(first) or any(hasattr(first, method) for method in methods)

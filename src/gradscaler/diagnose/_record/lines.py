@@ -258,8 +258,8 @@ class BadStep:
         nonfinite: the first 10 gradients that held an Inf or a NaN, as in :class:`Skip`.
         more: the number of further gradients that held one.
         located: the place where the first Inf or NaN was made; None if that was not seen.
-        is_left_out: whether no backward pass took the loss, or no step followed it, so that the
-            step was not applied.
+        is_left_out: whether the step was not applied: no backward pass took its loss, no step
+            followed it, or it has left the weights as they were by itself.
         is_from_start: whether the parameter that `located` names was Inf or NaN before the first
             step.
         lost_eps: an optimizer's eps that is 0, or rounds to 0 in its parameters' float16; None if
@@ -289,7 +289,7 @@ class BadStep:
 
     def check(self) -> None:
         """Check that what the step was left out for is known."""
-        has_failed = self.nonfinite or self.failure.has_bad_loss
+        has_failed = self.nonfinite or self.failure.has_bad_loss or self.located is not None
         if self.is_left_out and not has_failed:
             raise ValueError(
                 "is_left_out: must be false, as neither loss nor gradient is Inf or NaN"
