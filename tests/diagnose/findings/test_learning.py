@@ -6,6 +6,7 @@ import pytest
 
 from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._record.events import Events
 from gradscaler.diagnose._record.lines import Optimizers, Sample
 from gradscaler.diagnose._record.step import Step
 
@@ -48,6 +49,13 @@ def test_a_loss_that_rises_again_is_told_with_the_step(then, said):
 )
 def test_a_loss_that_stays_down_needs_nothing(then):
     assert "Nothing needs fixing: the loss went from 2 to" in told(FELL + then)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_a_loss_depends_on_and_nobody_holds_is_named_with_the_praise(count):
+    unheld = Events().after({"unheld": count, "unheld ArcFace.weight": count})
+    said = "unless ArcFace.weight should be trained, which neither the model nor an optimizer"
+    assert (said in told(FELL, events=unheld)) == (count > 1)
 
 
 @pytest.mark.parametrize(

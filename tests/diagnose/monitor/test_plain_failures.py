@@ -521,7 +521,7 @@ def deep():
 @pytest.mark.parametrize(
     ("model", "hint"),
     [
-        (beside_others, r"neither the model nor an optimizer holds: 4 \(of shape \[4, 4\] first\)"),
+        (beside_others, r"neither the model nor an optimizer holds: Linear\.weight and 3 more\."),
         (
             deep,
             r"gradients vanish on their way: those of \d\.\w+ are at most 2\*\*-\d\d, those of 24",
@@ -537,6 +537,54 @@ def test_what_may_keep_a_loss_from_falling_is_said(model, hint):
         training.train(lambda t: mse_loss(t.model(torch.ones(8, 4)), torch.zeros(8, 4)), 150)
     assert monitor.verdict.kind == "normal"
     assert re.search(hint, str(monitor.verdict))
+
+
+def a_guess():
+    return 0.0, 1e9
+
+
+def a_cross_entropy_that_is_slow():
+    return 1.0, 1e9
+
+
+def a_clipping_that_leaves_almost_nothing():
+    return 1.0, 1e-4
+
+
+def a_usual_clipping():
+    return 1.0, 0.05
+
+
+NOTHING_KNOWN = "at a learning rate of 1e-09. If it should have fallen"
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        (a_guess, r"and it stays at 1\.39, that of a guess among 4 classes\. If it should"),
+        (a_cross_entropy_that_is_slow, NOTHING_KNOWN),
+        (
+            a_clipping_that_leaves_almost_nothing,
+            r"clipped from a norm of 0\.\d+ or more to 0\.0001",
+        ),
+        (a_usual_clipping, NOTHING_KNOWN),
+    ],
+)
+def test_a_loss_that_stands_is_compared_with_a_guess_and_with_clipping(case, said):
+    """A bias that prefers one class makes the loss larger than that of a guess."""
+    model, (bias, limit) = nn.Linear(4, 4), case()
+    nn.init.constant_(model.weight, 0.01)
+    model.bias.data = torch.tensor([bias, 0, 0, 0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    with Monitor(model=model, tell=list) as monitor:
+        for step in range(150):
+            optimizer.zero_grad()
+            labels = torch.arange(64) % 4
+            cross_entropy(model(torch.randn(64, 4) + step % 2), labels).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), limit)
+            optimizer.step()
+    assert monitor.verdict.kind == "normal"
+    assert re.search(said, str(monitor.verdict))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._record.events import Event
 from gradscaler.diagnose._record.lines import ParameterSample
 from gradscaler.diagnose._record.thresholds import (
+    CLIPPED_AWAY,
     EARLY,
     FELL,
     FEW_CALLS,
@@ -18,9 +19,11 @@ from gradscaler.diagnose._record.thresholds import (
     LATE,
     LONG,
     MANY,
+    NEAR_CHANCE,
     RAN_AWAY,
     ROSE,
     SOON,
+    STAYED,
     VANISHED,
 )
 
@@ -55,11 +58,14 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
         return f"{judged}; {rise}"
     is_short = evidence.steps < (FEW_CALLS if values[-1] == first else LONG)
     if is_short or fmean(values[-LATE:]) < usual - FELL * abs(usual):
-        should = f", unless {_listed(frozen)} should be trained, {_FROZEN}" if frozen else ""
-        return f"Nothing needs fixing{should}: {went}."
+        unless = f"{_listed(frozen)} should be trained, {_FROZEN}" if frozen else ""
+        if not unless and evidence.events.count(Event.UNHELD) >= FEW_SAMPLES:
+            unless = f"{evidence.events.place(Event.UNHELD)} should be trained, which {_UNHELD}"
+        return f"Nothing needs fixing{unless and f', unless {unless}'}: {went}."
     if frozen:
         return f"{judged}. If it should have fallen, look at {_listed(frozen)}, {_FROZEN}."
-    if hint := _overwritten(evidence) or _unheld(evidence) or _vanished(evidence):
+    hint = _overwritten(evidence) or _unheld(evidence) or _clipped(evidence)
+    if hint := hint or _guessed(evidence, fmean(values[-LATE:])) or _vanished(evidence):
         return f"{judged}, {hint}"
     ends = [rate for _, rate in (*evidence.rates[:1], *evidence.rates[-1:])]
     rates = " to ".join(dict.fromkeys(f"{rate:g}" for rate in ends))
@@ -115,13 +121,44 @@ def _overwritten(evidence: Evidence) -> str | None:
     )
 
 
+_UNHELD = "neither the model nor an optimizer holds"
+
+
+def _clipped(evidence: Evidence) -> str | None:
+    """A hint if clipping leaves so little of the gradients that the weights stay as they are."""
+    weights = evidence.optimizers and evidence.optimizers.weights
+    seen = [(each.optimizers, each.norm) for each in evidence.measured]
+    norms = [(each.used, norm) for each, norm in seen if each and each.used and norm]
+    has_moved = not weights or abs(weights[1] - weights[0]) > STAYED * weights[0]
+    if has_moved or len(norms) < FEW_SAMPLES:
+        return None
+    limit, least = max(used for used, _ in norms), min(norm for _, norm in norms)
+    if not CLIPPED_AWAY * limit < least:
+        return None
+    return (
+        f"and gradients are clipped from a norm of {least:.2g} or more to {limit:.2g}, so that the "
+        "weights hardly move. If the loss should have fallen, raise that limit."
+    )
+
+
+def _guessed(evidence: Evidence, latest: float) -> str | None:
+    """A hint if a cross entropy stays where a guess is."""
+    chance = evidence.sample and evidence.sample.chance
+    if not chance or abs(latest - chance) > NEAR_CHANCE * chance:
+        return None
+    return (
+        f"and it stays at {chance:.3g}, that of a guess among {math.exp(chance):.0f} classes. If "
+        "it should have fallen, look for labels that belong to other rows (one of both was "
+        "shuffled), inputs that are all alike, and a learning rate that is too small."
+    )
+
+
 def _unheld(evidence: Evidence) -> str | None:
     if evidence.events.count(Event.UNHELD) < FEW_SAMPLES:
         return None
     return (
-        f"and it depends on parameters that neither the model nor an optimizer holds: "
-        f"{evidence.events.place(Event.UNHELD)}. Give them to an optimizer; or call "
-        "requires_grad_(False) on those that are meant to stay."
+        f"and it depends on parameters that {_UNHELD}: {evidence.events.place(Event.UNHELD)}. Give "
+        "them to an optimizer; or call requires_grad_(False) on those that are meant to stay."
     )
 
 

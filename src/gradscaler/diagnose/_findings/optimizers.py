@@ -20,6 +20,7 @@ from gradscaler.diagnose._record.thresholds import (
     MANY,
     MOST,
     RATE_GREW,
+    ROSE,
     SHRUNK,
     SOLVED,
     SOME_LOSSES,
@@ -172,8 +173,11 @@ def faded(evidence: Evidence) -> Finding | None:
     is_early = evidence.steps - count < LONG  # no training ends there
     if count < (LATE if is_early else MOST * evidence.steps):
         return None
-    if first is None or not losses or abs(losses[-1]) < SOLVED * abs(first.loss or 0.0):
+    begin = abs(first.loss or 0.0) if first else 0.0
+    if first is None or not losses or abs(losses[-1]) < SOLVED * begin:
         return None  # it has converged, and a schedule that waits for a plateau ends so
+    if is_early and not abs(losses[-1]) <= ROSE * begin:
+        return None  # the rate was lowered as the loss ran away
     return Finding(
         "misuse",
         f"In {count} of {evidence.steps} steps, the learning rate was less than a millionth of "

@@ -101,7 +101,8 @@ class Iteration:
         log.add(step, skipped, *[observed] * bool(has_any))
         if self.measured:
             seen = self.seen and replace(self.seen, unscaled=tuple(self.unscaled))
-            log.add_sample(loss, optimizers=seen, **fields_of(self.measured.values()))
+            fields = fields_of(self.measured.values())
+            log.add_sample(loss, optimizers=seen, chance=self.scaled.chance, **fields)
 
     def loss(self) -> float | None:
         """The first loss that is not finite, else the latest loss."""

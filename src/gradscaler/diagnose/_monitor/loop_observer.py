@@ -176,9 +176,12 @@ class LoopObserver(EagerObserver):
         iteration = self._iterations.latest
         if is_new or not self._is_checked:
             self._check(iteration)
-        if iteration.measured and not self.scaler.total_norm(optimizer):
+        used = self.scaler.total_norm(optimizer) if iteration.measured else None
+        if used == 0:
             iteration.measured.pop(id(optimizer), None)  # they were zeroed after the backward pass
             self._measure(optimizer)
+        elif used is not None and iteration.seen is not None:
+            iteration.seen = replace(iteration.seen, used=used)
 
     def _has_new(self, optimizer: object) -> bool:
         """Whether an optimizer that was not seen before holds what is not the model's."""

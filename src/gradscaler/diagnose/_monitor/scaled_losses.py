@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -57,6 +58,7 @@ class ScaledLosses:
     mistakes: dict[Event, str] = field(default_factory=dict)  # their places
     positive: list[tuple[str, Tensor]] = field(default_factory=list)  # operations and losses
     is_by_hand: bool = False  # whether the code multiplies a loss by a power of 2
+    chance: float | None = None  # the loss of a guess, if the latest loss is a cross entropy
 
     def add(self, loss: Tensor, line_of: Callable[[Tensor, Node], str | None]) -> None:
         """Add a loss that is scaled, before its backward pass; waits for the device."""
@@ -70,6 +72,7 @@ class ScaledLosses:
         root, _ = _at_root(loss.grad_fn, _PASSED)
         is_early = len(self.positive) < MOST_LOSSES
         name = "" if root is None else differentiated(root.name())
+        self.chance = None if root is None else _chance(root, name)
         if name in _NEVER_NEGATIVE and is_early:
             self.positive.append((name, alone(loss.detach())))
         for summand in summands_of(loss.grad_fn):
@@ -120,8 +123,8 @@ class ScaledLosses:
             first = next(iter(listed.values()))
             self.mistakes[Event.UNREGISTERED] = f"{len(listed)} parameters ({first} first)"
         else:
-            shape = list(unheld[0].shape)
-            self.mistakes[Event.UNHELD] = f"{len(unheld)} (of shape {shape} first)"
+            more = f" and {len(unheld) - 1} more" if len(unheld) > 1 else ""
+            self.mistakes[Event.UNHELD] = f"{_name_of(unheld[0])}{more}"
 
     def events(self, loss: float | None) -> Iterable[Counted]:
         """The events of an iteration with this loss; waits for the device."""
@@ -133,6 +136,28 @@ class ScaledLosses:
             if event is not Event.ABSORBED or math.isfinite(loss or 0.0):
                 yield Counted(event)
                 yield Counted(event, place)
+
+
+def _chance(node: Node, name: str) -> float | None:
+    """The logarithm of the number of classes, if a node is that of a cross entropy."""
+    if name == "binary_cross_entropy_with_logits":
+        return math.log(2)
+    below = _before(node) if name == "nll_loss" else []
+    if len(below) != 1 or differentiated(below[0].name()) != "log_softmax":
+        return None
+    classes = _shape_of(below[0])[1:2]
+    return math.log(*classes) if classes and classes[0] > 1 else None
+
+
+def _name_of(parameter: Tensor) -> str:
+    """A parameter by the class of the module that has it, as ``"Head.weight"``, or by its shape."""
+    base: Any = sys.modules["torch"].nn.Module
+    for each in gc.get_objects():
+        if issubclass(type(each), base):
+            for name, own in each.named_parameters(recurse=False):
+                if own is parameter:
+                    return f"{type(each).__name__}.{name}"
+    return f"one of shape {list(parameter.shape)}"
 
 
 def _is_scaled_by_hand(loss: Tensor) -> bool:

@@ -133,6 +133,8 @@ class Optimizers:
         blank: the names of its matrices that are all 0, as their gradients are.
         frozen: the names of its parameters that were frozen (``requires_grad=False``) after its
             first step.
+        used: the norm of the gradients that the latest step used, such as clipped ones; None if
+            it was not taken.
     """
 
     idle: Mapping[str, int] = field(default_factory=dict)
@@ -142,6 +144,7 @@ class Optimizers:
     weights: tuple[Magnitude, Magnitude] | None = None
     blank: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
+    used: Magnitude | None = None
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,8 @@ class Sample:
             search ended since the previous sample.
         num_losses: the most losses that were scaled for one of these steps, such as micro-batches.
         optimizers: what the step shows of the optimizers; None if that was not looked at.
+        chance: the loss of a guess, which is the logarithm of the number of classes; None if the
+            loss is no cross entropy.
         unmoved: the share of elements of 16-bit parameters that have not changed since the previous
             sample with this share. Only elements with a gradient count; None if there are none.
     """
@@ -205,6 +210,7 @@ class Sample:
     unmoved: Share | None = None
     num_losses: int = 1
     optimizers: Optimizers | None = None
+    chance: Magnitude | None = None
 
     def check(self) -> None:
         """Check that the numbers of steps agree with each other."""

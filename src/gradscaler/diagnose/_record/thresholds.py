@@ -75,6 +75,9 @@ STOOD = 0.9  # times the loss before: it has not fallen
 ROSE = 2.0  # times the first loss; a batch's own loss often is a little larger
 FELL = 0.05  # of the first loss, at least
 SOLVED = 0.01  # times the first loss
+# The distance from the log of the number of classes, at which a guess is. A loss that is far from
+# learned has left it: `a_cross_entropy_that_is_slow`.
+NEAR_CHANCE = 0.02
 EARLY, LATE = 10, 20  # steps, whose mean losses are compared, as one batch's own says little
 SOME_LOSSES = 10  # losses, for a median
 END_LOSSES = 5  # at each end of a run, for a median
@@ -91,4 +94,6 @@ RATE_GREW = 10.0  # times the learning rate before
 VANISHED = 20  # powers of 2 from the largest gradient of one parameter to that of another
 SAME_NORM = 2e-5  # the relative difference of norms that are clipped to one number
 LARGEST_CLIP = 1e3  # the largest number that people clip gradients to
+# A clipping by more, in weights that move by less: `a_clipping_that_leaves_almost_nothing`.
+CLIPPED_AWAY, STAYED = 100.0, 1e-3
 LATEST_SAMPLES = 10  # that are kept
