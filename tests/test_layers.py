@@ -67,7 +67,8 @@ TABLE = {
     "demo": {"_frameworks", "torch", "diagnose", "diagnose.report"},
     "_doctor": {"_frameworks", "gradscaler"},
     "_run_script": {"torch", "diagnose", "diagnose._record", "diagnose.report"}
-    | {"diagnose._locate", "diagnose._graph", "diagnose._findings", "diagnose._monitor"},
+    | {"diagnose._locate", "diagnose._graph", "diagnose._findings", "diagnose._monitor"}
+    | {"diagnose._seams", "diagnose._gradients"},
     "__main__": {"_atomic", "_doctor", "_frameworks", "_run_script", "gradscaler", "checkpoint"}
     | {"demo"}
     | {"diagnose", "diagnose.report", "diagnose.simulate", "diagnose._logs"},

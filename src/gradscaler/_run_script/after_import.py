@@ -55,7 +55,8 @@ class _Finder:
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module  # of the instance: the loader is as it was
+            # Of the instance: the loader is as it was, also if another call comes after it.
+            vars(loader).pop("exec_module", None)
             execute(module)
             with suppress(ValueError):  # another thread was first
                 sys.meta_path.remove(self)

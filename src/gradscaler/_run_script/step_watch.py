@@ -82,5 +82,5 @@ class StepWatch:
             # Where the latest Inf or NaN was made, if known, which may have reached no result.
             located, made = self._search.located, getattr(self._search, "latest", None)
             say(f"step watched: {located or (nothing if made is None else f'{latest}{made}')}")
-            if located is not None:
+            if located is not None and not getattr(self._search, "may_overflow", False):
                 self._monitor.note_located(located)

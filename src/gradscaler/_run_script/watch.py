@@ -23,15 +23,17 @@ from gradscaler._run_script.voice import attempt, say
 if TYPE_CHECKING:  # the script may set its environment before NumPy is imported
     from gradscaler.diagnose import Verdict
 
-# By the framework: the module that watches its loops, the class there, and its first arguments.
-_WATCHED: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "torch": ("session", "Session", ()),
-    "keras": ("fits", "Fits", ()),
-    "paddle": ("backward_loops", "BackwardLoops", ("paddle",)),
-    "tensorplay": ("backward_loops", "BackwardLoops", ("tensorplay",)),
-    "jax": ("function_loops", "FunctionLoops", ()),
-    "mindspore": ("gradient_loops", "GradientLoops", ()),
-}
+# A framework, the module that watches its loops, the class there, and its first arguments.
+_WATCHED: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    ("torch", "session", "Session", ()),
+    ("keras", "fits", "Fits", ()),
+    ("keras", "tape_loops", "TapeLoops", ("keras",)),
+    ("tf_keras", "tape_loops", "TapeLoops", ("tf_keras",)),
+    ("paddle", "backward_loops", "BackwardLoops", ("paddle",)),
+    ("tensorplay", "backward_loops", "BackwardLoops", ("tensorplay",)),
+    ("jax", "function_loops", "FunctionLoops", ()),
+    ("mindspore", "gradient_loops", "GradientLoops", ()),
+)
 _current: list[Watch] = []  # the one of this process, if there is one
 
 
@@ -95,7 +97,7 @@ class Watch:
         self.stop()
 
     def _start(self) -> None:
-        for framework, (module, kind, names) in _WATCHED.items():
+        for framework, module, kind, names in _WATCHED:
             after_import(framework, partial(_start_in, module, kind, *names, self._options))
 
     def _explain_at_end(self) -> None:
@@ -145,8 +147,9 @@ def watch(
     process ends. The training stays the same to the bit.
 
     In PyTorch, call it before a ``GradScaler`` is made. In JAX, call it before ``jax.jit``,
-    ``jax.grad`` and ``jax.value_and_grad`` are called, or imported by name. Objects that were made
-    before cannot be watched.
+    ``jax.grad`` and ``jax.value_and_grad`` are called, or imported by name. In TensorFlow, call it
+    before the first call of what ``tf.function`` compiles. Objects that were made before cannot be
+    watched.
 
     A process has one watch. A second call returns it; what the call is given counts for the runs
     that begin after it.

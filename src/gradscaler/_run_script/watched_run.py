@@ -95,10 +95,13 @@ class WatchedRun:
         """A callback of Keras that records each step."""
         return self._monitor.callback()
 
-    def record(self, loss: Any, gradients: Mapping[str, Any], replay: Any = None) -> None:
-        """Record a step of a loop without a scaler, which is about to be applied."""
+    def record(self, loss: Any, gradients: Mapping[str, Any] | None, replay: Any = None) -> None:
+        """Record a step of a loop whose scaler, if it has one, does not announce its steps.
+
+        Without one, the step is about to be applied. The gradients are None if they are unknown.
+        """
         if self._watch is not None:
-            self._watch.stepping(list(gradients.values()))
+            self._watch.stepping(list((gradients or {}).values()))
         self._monitor.record(loss=loss, gradients=gradients, replay=replay)
 
     def leave_unchanged(self, located: Located | None) -> None:

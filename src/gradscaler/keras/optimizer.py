@@ -162,9 +162,9 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         return variable
 
     def _note_read(self, name: str) -> None:
-        """Note that the scale is read, unless Keras' saving reads it, as it does all attributes."""
+        """Note that the scale is read, unless by Keras' saving, which reads all, or a monitor."""
         reader = sys._getframe(2).f_globals.get("__name__", "")  # the caller of the property
-        if not reader.startswith("keras.src.saving"):
+        if not reader.startswith(("keras.src.saving", "gradscaler.diagnose")):
             self._scale_reads.add(name)
 
     @property

@@ -31,8 +31,11 @@ _FRAMEWORKS = {
     "paddle": Framework(finder="locate()", is_recorded=False, has_watch=True),
     "jax": Framework(finder="locate_jax()", has_replay=True, has_watch=True),
     **dict.fromkeys(
-        ("keras on tensorflow", "keras on jax", "keras on torch", "tf_keras"),
-        Framework(finder="locate()", has_replay=True),
+        ("keras on tensorflow", "tf_keras"),
+        Framework(finder="locate()", has_replay=True, has_watch=True),
+    ),
+    **dict.fromkeys(
+        ("keras on jax", "keras on torch"), Framework(finder="locate()", has_replay=True)
     ),
     "mindspore": Framework(finder="locate()", has_replay=True),
 }

@@ -171,7 +171,7 @@ def forward(case: Case) -> Finding | None:
     if module is None:
         kind = "loss"
         outside = "Code outside of the model"
-        if evidence.framework.is_recorded:
+        if _is_replayed(evidence):
             outside = f"The {_function(located)}"
         maker = f"Another module ({located.type})" if located.type else outside
     counts = (located.num_inf, "Inf"), (located.num_nan, "NaN")
@@ -186,6 +186,11 @@ def forward(case: Case) -> Finding | None:
         "the model" if module == "" else module,
         located.line,
     )
+
+
+def _is_replayed(evidence: Evidence) -> bool:
+    """Whether a function was run again, as in JAX, and not a model."""
+    return evidence.framework.finder == "locate_jax()"
 
 
 def _function(located: Located) -> str:
@@ -207,7 +212,7 @@ def _from(located: Located) -> str:
 def _given(case: Case, located: Given, though: str) -> Finding:
     """A tensor that already held an Inf or NaN when the first operation read it."""
     evidence, kind, what = case.evidence, "loss", "A tensor without a gradient holds"
-    if evidence.framework.is_recorded:  # a parameter is an argument, too
+    if _is_replayed(evidence):  # a parameter is an argument, too
         given = f"the argument {located.parameter}" if located.parameter else "a constant"
         what = f"In the {_function(located)}, {given} holds"
         action = (

@@ -91,12 +91,8 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
             return context.run(locate_closure, closure, layers, parameters)
         seam, left_as_it_was = _seam_of(model)
         with left_as_it_was:
-            try:
-                seam.start()
-                seam.end_in(context.run(closure))
-            finally:
-                seam.stop()
-    return of_keras.with_layer(seam.located, model) if is_keras else seam.located
+            located = context.run(locate_in, seam, closure)
+    return of_keras.with_layer(located, model) if is_keras else located
 
 
 class Seam(Protocol):
@@ -114,6 +110,16 @@ class Seam(Protocol):
 
     def end_in(self, results: object) -> None:
         """Note the results of a step."""
+
+
+def locate_in(seam: Seam, closure: Callable[[], object]) -> Located | None:
+    """Run a closure, and locate its first Inf or NaN by what shows its operations."""
+    try:
+        seam.start()
+        seam.end_in(closure())
+    finally:
+        seam.stop()
+    return seam.located
 
 
 def _seam_of(model: Module) -> tuple[Seam, AbstractContextManager[None]]:

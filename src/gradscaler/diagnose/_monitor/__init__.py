@@ -529,7 +529,7 @@ def _framework_of(scaler: object) -> str:
     for base in type(scaler).__mro__:
         package, _, rest = base.__module__.partition(".")
         framework = rest.partition(".")[0]
-        if package == "keras":  # its own wrapper
+        if package in ("keras", "tf_keras"):  # its own wrapper
             return package
         if package == "gradscaler" and not framework.startswith("_"):  # shared by adapters
             return framework

@@ -58,7 +58,9 @@ class RecordedLoop(Recorder):
         if bad:
             found = inspect(bad)
             listed, more = found[:MOST_NONFINITE], len(found[MOST_NONFINITE:])
-            located = self.noted if replay is None else self._replays.locate(replay)
+            located = self.noted
+            if replay is not None and self.log.counts.bad != step.number - 1:  # else it is known
+                located = self._replays.locate(replay)
             given = next(iter(self.parameters.nonfinite()), None) if self.scaler.is_before else None
             parameter = None if given is None else given.name
             loss = self.log.history[-1].loss

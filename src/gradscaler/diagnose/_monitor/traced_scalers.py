@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from gradscaler.diagnose._gradients.arrays import to_numpy
-from gradscaler.policies import DynamicScale, Scalar
+from gradscaler.policies import DynamicScale, FixedScale, Scalar
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,11 @@ def policy_of(scaler: object) -> Any:
         part = getattr(part, "scaler", part)
         part = getattr(part, "loss_scaling_manager", None) or part
         part = getattr(part, "observed", part)  # an eager scaler's
-        if _is_of_keras_itself(part):
-            return DynamicScale.keras(part.initial_scale, part.dynamic_growth_steps)
+        if hasattr(part, "dynamic_growth_steps") and not hasattr(part, "policy"):  # Keras' own
+            if not getattr(part, "dynamic", True):
+                return FixedScale(part.initial_scale)
+            rule = DynamicScale.keras if _is_of_keras_itself(part) else DynamicScale.tf_keras
+            return rule(part.initial_scale, part.dynamic_growth_steps)
         return getattr(part, "policy", part)
     return scaler
 

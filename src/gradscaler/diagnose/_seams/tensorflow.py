@@ -39,9 +39,14 @@ class TensorFlowSeam:
     Args:
         modules: the modules of the model, by name.
         parameters: its parameters; the tensor of each is a ``tf.Variable``.
+        is_step: whether a step of the training runs, which must keep its bits: what
+            ``tf.function`` compiled stays compiled, and is one operation.
     """
 
-    def __init__(self, modules: Mapping[str, Any], parameters: Iterable[Owned]) -> None:
+    def __init__(
+        self, modules: Mapping[str, Any], parameters: Iterable[Owned], is_step: bool = False
+    ) -> None:
+        self._patches = [_PASSES] if is_step else [_PASSES, _FUNCTIONS]
         self._judge = Judge(modules, (), _identity)
         # An operation reads a variable by its handle.
         self._owned = {
@@ -65,14 +70,16 @@ class TensorFlowSeam:
     def start(self) -> None:
         """Begin to judge the operations of this thread."""
         self.thread = get_ident()
-        _PATCH.add(self)
+        for each in self._patches:
+            each.add(self)
         _module("framework.op_callbacks").add_op_callback(self._see)
 
     def stop(self) -> None:
         """Judge no more."""
         with suppress(KeyError):  # it was not started
             _module("framework.op_callbacks").remove_op_callback(self._see)
-        _PATCH.remove(self)
+        for each in self._patches:
+            each.remove(self)
 
     def end_in(self, results: object) -> None:
         """Note the results of a pass. An Inf or NaN that reaches none of them does no harm."""
@@ -198,9 +205,16 @@ class TensorFlowSeam:
 
 
 class _Patch:
-    """What changes in all of TensorFlow as long as a thread is watched."""
+    """What changes in all of TensorFlow as long as a thread is watched.
 
-    def __init__(self) -> None:
+    Args:
+        change: makes the change for a list of seams, and returns what undoes it.
+    """
+
+    def __init__(
+        self, change: Callable[[list[TensorFlowSeam]], list[Callable[[], object]]]
+    ) -> None:
+        self._change = change
         self._lock = Lock()
         self._seams: list[TensorFlowSeam] = []
         self._undo: list[Callable[[], object]] = []
@@ -210,7 +224,7 @@ class _Patch:
         with self._lock:
             self._seams.append(seam)
             if len(self._seams) == 1:
-                self._change()
+                self._undo = self._change(self._seams)
 
     def remove(self, seam: TensorFlowSeam) -> None:
         """Leave TensorFlow as it was, after the last seam."""
@@ -220,35 +234,44 @@ class _Patch:
             while self._undo and not self._seams:
                 self._undo.pop()()
 
-    def _change(self) -> None:
-        config: Any = import_module("tensorflow").config
-        passes = _module("eager.imperative_grad")
-        original = passes.imperative_grad
 
-        @wraps(original)
-        def imperative_grad(*args: Any, **kwargs: Any) -> Any:
-            seams = [each for each in self._seams if each.thread == get_ident()]
-            run = reduce(lambda run, seam: partial(seam.differentiate, run), seams, original)
-            return run(*args, **kwargs)
+def _show_passes(seams: list[TensorFlowSeam]) -> list[Callable[[], object]]:
+    """Let seams run the backward passes of their threads."""
+    passes = _module("eager.imperative_grad")
+    original = passes.imperative_grad
 
-        self._undo.append(partial(setattr, passes, "imperative_grad", original))
-        passes.imperative_grad = imperative_grad
-        self._undo.append(partial(config.run_functions_eagerly, config.functions_run_eagerly()))
-        config.run_functions_eagerly(True)
-        context = _module("eager.context").context()
-        seed, generator = context._seed, getattr(context, "_rng", None)
-        if generator is None:  # no seed was set
-            return
-        # Seeds of operations are drawn from elsewhere meanwhile, so that none is used up. An
-        # operation goes on with the numbers of its seed, so a seed may not be drawn twice.
-        self._undo.append(partial(setattr, context, "_rng", generator))
-        self._undo.append(partial(setattr, context, "_seed", seed))
-        context._rng = random.Random()
-        context._rng.setstate(generator.getstate())
-        context._rng.seed(context._rng.random())
+    @wraps(original)
+    def imperative_grad(*args: Any, **kwargs: Any) -> Any:
+        own = [each for each in seams if each.thread == get_ident()]
+        run = reduce(lambda run, seam: partial(seam.differentiate, run), own, original)
+        return run(*args, **kwargs)
+
+    passes.imperative_grad = imperative_grad
+    return [partial(setattr, passes, "imperative_grad", original)]
 
 
-_PATCH = _Patch()
+def _run_eagerly(_: object) -> list[Callable[[], object]]:
+    """Run functions eagerly, with random numbers that the training does not miss."""
+    config: Any = import_module("tensorflow").config
+    undo: list[Callable[[], object]] = [
+        partial(config.run_functions_eagerly, config.functions_run_eagerly())
+    ]
+    config.run_functions_eagerly(True)
+    context = _module("eager.context").context()
+    seed, generator = context._seed, getattr(context, "_rng", None)
+    if generator is None:  # no seed was set
+        return undo
+    # Seeds of operations are drawn from elsewhere meanwhile, so that none is used up. An
+    # operation goes on with the numbers of its seed, so a seed may not be drawn twice.
+    undo.append(partial(setattr, context, "_rng", generator))
+    undo.append(partial(setattr, context, "_seed", seed))
+    context._rng = random.Random()
+    context._rng.setstate(generator.getstate())
+    context._rng.seed(context._rng.random())
+    return undo
+
+
+_PASSES, _FUNCTIONS = _Patch(_show_passes), _Patch(_run_eagerly)
 
 
 def _module(name: str) -> Any:
@@ -261,7 +284,14 @@ def _called(operation: str) -> str:
 
     >>> _called("RealDiv"), _called("GatherV2"), _called("SegmentMean")
     ('div', 'gather', 'segment_mean')
+
+    That of a compiled function is its own.
+
+    >>> _called("__inference_loss_of_55"), _called("__forward_step_7_12")
+    ('loss_of', 'step')
     """
+    if compiled := re.fullmatch(r"__(?:inference|forward|backward)_(.+?)(?:_\d+)+", operation):
+        return compiled[1]
     known = canonical(operation)
     if known != operation:
         return known
