@@ -47,7 +47,7 @@ class WatchedRun:
         framework: Framework,
         search: Search | None = None,
     ) -> None:
-        self._options = options
+        self._options, self._has_scaler = options, scaler is not None
         self._is_over, self._process = False, os.getpid()
         self._num_unchanged = 0  # steps that left the weights as they were
         self._is_broken = False  # whether the watch ended before the run
@@ -187,7 +187,9 @@ class WatchedRun:
         text, first = f": {verdict.text}", verdict.findings[0]
         if first.action in self._advice:
             text = f", as said above{text.replace(first.text, first.cause, 1)}"
-        bad = next(iter(first.steps), 0)
+        # A watch begins where an optimizer, or a scaler, has ended the step before.
+        unseen = {s.step for s in self._monitor.history if s.skipped and not self._has_scaler}
+        bad = next((step for step in first.steps if step - 1 not in unseen), 0)
         is_unseen = first.line is None or "--watch" in first.action  # as of compiled code
         has_bad_loss = any(s.step == bad and s.has_bad_loss for s in self._monitor.history)
         is_unseen = is_unseen and (first.kind in _OF_OPERATIONS or has_bad_loss)

@@ -82,9 +82,26 @@ def accumulated(training, number):
     training.optimizer.zero_grad()
 
 
-def watched(training, iterate, path, steps=60):
+def with_copies(training, number):
+    """The optimizer holds float32 values of its own, and gets gradients by hand."""
+    parameters = list(training.model.parameters())
+    if number == 1:
+        training.copies = [nn.Parameter(p.detach().clone()) for p in parameters]
+        training.optimizer = torch.optim.SGD(training.copies, lr=0.01)
+    training.backward(number)
+    is_bad = training.has_nan()
+    for copy, parameter in zip(training.copies, parameters, strict=True):
+        copy.grad, parameter.grad = parameter.grad, None
+    if not is_bad:
+        training.optimizer.step()
+        for copy, parameter in zip(training.copies, parameters, strict=True):
+            parameter.data.copy_(copy.detach())
+    training.optimizer.zero_grad()
+
+
+def watched(training, iterate, path, steps=60, model=None):
     told = []
-    monitor = Monitor(model=training.model, path=path, tell=told.append)
+    monitor = Monitor(model=model or training.model, path=path, tell=told.append)
     for number in range(1, steps + 1):
         iterate(training, number)
     monitor.close()
@@ -109,6 +126,39 @@ def test_failures_that_go_on_are_counted_and_located(iterate, path, capsys):
     said = " ".join([str(verdict), *map(str, told), capsys.readouterr().out]).lower()
     said = said.replace("gradscaler", "").replace("skipped  ", "")  # the figure's name of them
     assert [word for word in ("scale", "skip", "policy", "no harm") if word in said] == []
+
+
+def test_an_optimizer_of_copies_of_the_parameters_leaves_steps_out_too(path):
+    training = Training(range(7, 61))
+    parameters = list(training.model.parameters())
+    copies = nn.ParameterList([p.detach().clone() for p in parameters])
+    optimizer = torch.optim.SGD(copies, lr=0.01)
+
+    def step(training, number):
+        training.backward(number)
+        is_bad = training.has_nan()
+        for copy, parameter in zip(copies, parameters, strict=True):
+            copy.grad, parameter.grad = parameter.grad, None
+        if not is_bad:
+            optimizer.step()
+        optimizer.zero_grad()
+
+    monitor, _ = watched(training, step, path, model=copies)
+    assert "54 of 60 losses were NaN or Inf, and no step was taken since" in monitor.verdict.text
+
+
+def test_gradients_that_one_optimizer_leaves_are_not_those_that_another_applies(path):
+    first, second = Training(range(7, 61)), Training(())
+    models = nn.ModuleList([first.model, second.model])
+
+    def step(_, number):
+        guarded(first, number)
+        guarded(second, number)
+
+    monitor, _ = watched(first, step, path, model=models)
+    assert monitor.bad_step is None
+    assert "54 of 120 steps, every 2 steps" in monitor.verdict.text
+    assert "zeroed" not in monitor.verdict.text
 
 
 @pytest.mark.parametrize("iterate", LOOPS[:3])

@@ -27,6 +27,7 @@ from gradscaler.diagnose._record.thresholds import (
     ALMOST_ALL,
     FEW_CALLS,
     LATEST_SAMPLES,
+    SAME_FAILURES,
     SETTLING_SKIPS,
 )
 from gradscaler.outcome import HISTORY_LENGTH
@@ -112,7 +113,9 @@ class Evidence:
     @property
     def are_kept(self) -> bool:
         """Whether gradients of Inf or NaN stay, as a script zeroes them only after a step."""
-        return self.events.count(Event.KEPT) > 0
+        # Those of a critic may stay until its next backward pass, after the generator's step.
+        are_in_a_row = all(step.skipped for step in self.past[-SAME_FAILURES:])
+        return self.events.count(Event.KEPT) >= SAME_FAILURES and are_in_a_row
 
     @property
     def are_skipped(self) -> str:

@@ -70,7 +70,9 @@ class LoopObserver(EagerObserver):
         self._loose: dict[str, Tensor] = {}  # in an optimizer, and not the model's
         self._failure: Failure | None = None  # in this iteration
         self._reported: Failure | None = None  # in the present streak of bad steps
+        self._left_out: Failure | None = None  # in the present streak of steps left out
         self._bad_loss: Failure | None = None  # of a backward pass with finite gradients
+        self._reached: set[int] = set()  # ids of what losses before a step depend on
         self._root: Node = None  # of the latest loss
         self._num_roots = 0  # losses of the backward pass
         self._glance: tuple[Mapping[int, int], Glance] | None = None  # with what it was made for
@@ -118,18 +120,22 @@ class LoopObserver(EagerObserver):
             late = LateCheck(check, loss, self._root)
             iteration.checks = [*(each for each in iteration.checks if not each.is_clean), late]
         elif not (suspects := check.suspects()):  # an earlier failure was left out, or is over
-            self._failure = self._reported = None
+            self._failure = self._reported = self._left_out = None
         elif self._failure is None:
-            self._failure = self._reported or self._failed_in(suspects, loss)
+            known = self._reported or self._left_out
+            self._failure = known or self._failed_in(suspects, loss)
         self._bad_loss = self._failed_loss(loss) if check.is_on_host else None
         self._graphs.release()
         self._root, self._num_roots = None, 0
 
     def _failed_loss(self, loss: Tensor | HostCopy | None) -> Failure | None:
-        """The failure of a backward pass by its loss alone, if that is the model's."""
+        """The failure of a backward pass by its loss alone, if that is the model's.
+
+        An optimizer may hold copies of what the loss depends on, as float32 values.
+        """
         if loss is None or isinstance(loss, HostCopy) or math.isfinite(value := float(loss.item())):
             return None
-        trained = {id(parameter) for parameter in self._trained.values()}
+        trained = self._reached.union(map(id, self._trained.values()))
         leaves = (node.variable for node in nodes_from([self._root]) if is_leaf(node))
         is_own = any(id(leaf) in trained for leaf in leaves)
         return Failure(value, (), self._graphs.located) if is_own else None
@@ -289,10 +295,11 @@ class LoopObserver(EagerObserver):
                 self.dtype_seen(dtype)
         if (failure := self._unstepped(iteration)) is not None:
             iteration.outcomes = self._with_skip(iteration).outcomes
-            self._reported, iteration.checks = self._failure, []
+            self._left_out, iteration.checks = self._failure, []
             self._graphs.located = self._graphs.located or failure.located
         if iteration.optimizers:
             self._most_passes = max(self._most_passes, iteration.num_losses)
+            self._reached.update(iteration.scaled.reached)
         if iteration.outcomes:
             self._failure = self._bad_loss = None
         super()._end()
