@@ -64,8 +64,12 @@ def train(case):
         optimizer = optax.apply_if_finite(optimizer, 5)
     state = optimizer.init(params)
 
+    take = jax.value_and_grad(loss_of)
+    if case == "where":
+        take = jax.jit(take, static_argnums=2)
+
     def step(params, state, x):
-        loss, gradients = jax.value_and_grad(loss_of)(params, x, case)
+        loss, gradients = take(params, x, case)
         updates, new_state = optimizer.update(gradients, state)
         new = optax.apply_updates(params, updates), new_state
         if case == "where":

@@ -81,8 +81,6 @@ class FunctionLoops:
         if self._taken is not None:
             return self._call_again(watched, args, kwargs, self._taken)
         is_outer = not self._calling and not self._is_traced((args, kwargs))
-        if not is_outer and not watched.takes_gradient:
-            return watched.function(*args, **kwargs)
         copies = self._before(watched, args, kwargs) if is_outer else None
         self._calling.append(watched)
         try:
