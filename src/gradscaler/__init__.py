@@ -53,6 +53,16 @@ __all__ = [
 _SUBMODULES = *FRAMEWORKS, "checkpoint", "diagnose", "policies"
 
 
+def load_ipython_extension(_: object) -> None:
+    """Watch the cells of a notebook, for ``%load_ext gradscaler``."""
+    import_module(f"{__name__}._run_script.watch").watch()
+
+
+def unload_ipython_extension(_: object) -> None:
+    """Watch no more, for ``%unload_ext gradscaler``."""
+    import_module(f"{__name__}._run_script.watch").watch().stop()
+
+
 if not TYPE_CHECKING:  # or type checkers would take any attribute for a module
 
     def __getattr__(name: str) -> object:

@@ -63,6 +63,61 @@ def test_a_notebook_holds_the_outputs_of_today(path, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+WATCHED = [
+    "%load_ext gradscaler\nimport torch",
+    """
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu")""",
+    """
+def train(last, scaler=None):
+    for step in range(last + 1):
+        loss = (model(torch.randn(8, 4)) * (step < last)).square().sum().sqrt()
+        optimizer.zero_grad()
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()""",
+    "train(2, scaler)",
+    "train(3, scaler)",
+    "train(4)",
+    "import gradscaler; gradscaler.watch()",
+    """
+model.reset_parameters()
+optimizer.zero_grad()
+loss = model(torch.ones(4)).square().sum()
+loss.backward()
+optimizer.step()
+raise KeyboardInterrupt""",
+    "%unload_ext gradscaler",
+    "train(2)\ntorch.amp.GradScaler('cpu')",
+]
+
+
+def test_each_cell_of_a_notebook_that_trains_has_a_verdict_and_a_run(tmp_path):
+    cells = [nbformat.v4.new_code_cell(source.strip()) for source in WATCHED]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    nbclient.NotebookClient(
+        notebook, timeout=300, allow_errors=True, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    texts = [" ".join(" ".join(o.get("text", "") for o in c.outputs).split()) for c in cells]
+    load, make, define, first, second, plain, show, interrupted, unload, unwatched = texts
+    assert load == make == define == show == unload == unwatched == ""
+    assert first.startswith("gradscaler: after 3 steps: 1 of 3 steps was skipped, in step 3")
+    assert second.startswith("gradscaler: after 4 steps: 1 of 4 steps was skipped, in step 4")
+    assert plain.count("by the gradient of sqrt at In[3]:3") == 2
+    assert "gradscaler: after 5 steps, as said above" in plain
+    assert "The gradient of weight is NaN" in cells[6].outputs[0].data["text/html"]
+    assert "gradscaler: after 1 step: " in interrupted
+    (made,) = cells[-1].outputs
+    assert "torch.amp.grad_scaler.GradScaler" in made.data["text/plain"]
+    assert len(list((tmp_path / "gradscaler-runs").iterdir())) == 4
+
+
 def test_the_lines_for_other_frameworks_are_those_of_their_start_pages():
     (notebook,) = (read(path) for path in NOTEBOOKS if path.stem == "start")
     text = "".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")

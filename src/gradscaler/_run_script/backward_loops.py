@@ -13,8 +13,8 @@ from weakref import WeakSet
 
 from gradscaler._run_script.after_init import after_init
 from gradscaler._run_script.runs import Runs
-from gradscaler._run_script.scaler_watch import ScalerWatch
-from gradscaler._run_script.undo import replace
+from gradscaler._run_script.scaler_watch import ObservedScalers, ScalerWatch
+from gradscaler._run_script.undo import on_stop, replace
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.stand_ins import in_place_of
 from gradscaler.diagnose._locate.locate import seam_of
@@ -42,6 +42,7 @@ class BackwardLoops:
         self._new: WeakSet[Optimizer] = WeakSet()  # made since the latest run began
         self._known: list[Optimizer] = []  # of the latest run
         self._names: dict[int, str] = {}  # of its parameters, by id
+        self._observed = ObservedScalers()
         self._stepping = 0  # calls of step() that run
         self._loss: Tensor | None = None  # of the latest backward pass
         self._classes: set[type] = set()  # of optimizers, whose step is seen
@@ -53,6 +54,7 @@ class BackwardLoops:
         after_init(kind.Optimizer, self._see_optimizer)
         adapter = import_module(f"gradscaler.{self._name}")
         after_init(adapter.GradScaler, self._see_scaler)
+        on_stop.callback(self._observed.remove)
         backward, see = self._framework.Tensor.backward, guarded(self._see_loss)
 
         @in_place_of(backward)
@@ -89,7 +91,7 @@ class BackwardLoops:
     def _see_scaler(self, scaler: Any) -> None:
         if not self._runs.is_off and scaler.observed.is_enabled:
             begin, end = partial(self._begin_scaled, scaler), partial(self._end_step, id(scaler))
-            scaler.add_observer(ScalerWatch(begin, lambda _: None, end))
+            self._observed.add(scaler, ScalerWatch(begin, lambda _: None, end))
 
     def _begin_scaled(self, scaler: Any) -> None:
         if not self._runs.is_off and (self._new or id(scaler) not in self._runs.open):

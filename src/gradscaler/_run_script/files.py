@@ -26,6 +26,7 @@ class RunFiles:
         """What all names begin with; at its first use, as PyTorch may be there before a script."""
         script = Path(sys.argv[0])
         name = script.parent.name if script.stem == "__main__" else script.stem
+        name = "notebook" if name == "ipykernel_launcher" else name
         process = os.getpid() if self._is_alone else os.getppid()
         return f"{name or 'run'}-{time.strftime('%Y%m%d-%H%M')}-{process}"
 

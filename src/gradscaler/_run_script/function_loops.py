@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial, update_wrapper
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 from gradscaler._run_script.after_import import after_import
 from gradscaler._run_script.runs import Runs
@@ -38,7 +38,13 @@ class FunctionLoops:
 
     Args:
         options: those of the command line.
+
+    Attributes:
+        latest: what looks at the calls of all functions, also of those from a notebook's earlier
+            cells, in which another one did.
     """
+
+    latest: ClassVar[FunctionLoops]
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options, self._runs = options, Runs("jax", options)
@@ -50,6 +56,7 @@ class FunctionLoops:
 
     def start(self) -> None:
         """Watch this process from now on."""
+        FunctionLoops.latest = self
         self._watch(self._jax, "jit", "grad", "value_and_grad")
         nnx = "flax.nnx"
         after_import(nnx, lambda: self._watch(sys.modules[nnx], "grad", "value_and_grad"))
@@ -67,7 +74,7 @@ class FunctionLoops:
             if not callable(of):  # it has options alone, and is called with the function next
                 return self._in_place_of(function, name) if callable(function) else function
             is_own = is_of_user(of)
-            return _Watched(function, of, self, name != "jit") if is_own else function
+            return _Watched(function, of, name != "jit") if is_own else function
 
         return update_wrapper(transformed, transform)
 
@@ -250,16 +257,16 @@ class _Watched:
         num_searches: how many more calls that leave them may be searched for one.
     """
 
-    def __init__(self, function: Function, of: Function, loops: FunctionLoops, grad: bool) -> None:
+    def __init__(self, function: Function, of: Function, grad: bool) -> None:
         update_wrapper(self, function)
         self.function, self.users, self.of = function, of, function if grad else of
-        self.takes_gradient, self._loops = grad, loops
+        self.takes_gradient = grad
         self.has_moved = self.leaves_out = False
         self.num_searches = _MOST_IN_VAIN
         self.key: object = getattr(inspect.unwrap(of), "__code__", of) if grad else self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._loops.call(self, args, kwargs)
+        return FunctionLoops.latest.call(self, args, kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._monitor.by_identity import ByIdentity
@@ -58,6 +59,23 @@ class ScalerWatch:
     def updated(self) -> None:
         """Make the third call."""
         self._ended()
+
+
+class ObservedScalers:
+    """The scalers that a watch observes until it stops. It does not keep them alive."""
+
+    def __init__(self) -> None:
+        self._watches = ByIdentity[Any]()  # weak references, as a watch knows its scaler
+
+    def add(self, scaler: Any, watch: ScalerWatch) -> None:
+        """Observe a scaler."""
+        scaler.add_observer(watch)
+        self._watches[scaler] = ref(watch)
+
+    def remove(self) -> None:
+        """Observe no scaler any more."""
+        for scaler in self._watches:
+            scaler.remove_observer(self._watches.get(scaler, None)())
 
 
 class FreshScalers:

@@ -7,7 +7,7 @@ import atexit
 import os
 import warnings
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from gradscaler._run_script.scaler_watch import (
     MAKE_ONCE,
     OF_EACH_STEP,
     FreshScalers,
+    ObservedScalers,
     ScalerWatch,
 )
 from gradscaler._run_script.termination import before_termination, die_in_groups
@@ -61,7 +62,7 @@ class Session:
         self._known: set[int] = set()  # ids of its parameters
         self._runs: dict[int, WatchedRun] = {}
         self._num_runs = 0
-        self._scalers = FreshScalers()
+        self._scalers, self._observed = FreshScalers(), ObservedScalers()
         self._has_given_up = False
         self._waits = self._is_told = False  # for an optimizer, as a scaler of PyTorch's is in use
         self._lines = Tracebacks()  # of the first forward pass, which comes before the monitor
@@ -82,8 +83,7 @@ class Session:
         replace(torch.nn.Module, "load_state_dict", load)
         if any(map(is_theirs, in_memory(torch.amp.GradScaler))):
             self._see_theirs()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=_leave_child_alone)
+        _leave_children_alone()
         self._end_first()
 
     def _end_first(self) -> None:
@@ -94,6 +94,7 @@ class Session:
     def _stop(self) -> None:
         self.end()
         self.break_off("")
+        self._observed.remove()
         guard.remove(self)
         atexit.unregister(self.end)
 
@@ -126,7 +127,7 @@ class Session:
         if not self._is_off:
             key, begin = id(scaler), partial(self._begin_scaled, scaler)
             stepped, ended = partial(self._scalers.note, key), partial(self._end_step, key)
-            scaler.add_observer(ScalerWatch(begin, stepped, ended))
+            self._observed.add(scaler, ScalerWatch(begin, stepped, ended))
 
     def _see_theirs(self) -> None:
         """Leave losses alone that PyTorch's own scalers scale, which were made before the watch."""
@@ -203,7 +204,8 @@ class Session:
     def end(self) -> None:
         """Close all files, and print the verdicts."""
         if os.getpid() == self._process:
-            attempt(self._see_left_out)
+            if not self._options.is_notebook:  # its variables may be those of earlier cells
+                attempt(self._see_left_out)
             self._end_runs()
             if self._has_given_up:
                 say(f"as said above: {OF_EACH_STEP}")
@@ -225,6 +227,12 @@ class Session:
         runs, self._runs = self._runs, {}
         for run in runs.values():
             attempt(run.end)
+
+
+@cache
+def _leave_children_alone() -> None:
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_leave_child_alone)
 
 
 def _leave_child_alone() -> None:

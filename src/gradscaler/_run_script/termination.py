@@ -32,10 +32,10 @@ def before_termination(call: Callable[[], None]) -> None:
         _LastWord.remove()
     elif _in_c() is None:
         signal.signal(signal.SIGTERM, _LastWord(call))
-        _LastWord.in_c = _in_c()
         on_stop.callback(_remove)
-        if hasattr(os, "register_at_fork"):
+        if _LastWord.in_c is None and hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=_LastWord.remove)
+        _LastWord.in_c = _in_c()
 
 
 def die_in_groups() -> None:

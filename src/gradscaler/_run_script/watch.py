@@ -9,9 +9,12 @@ import argparse
 import atexit
 import os
 import sys
+from contextlib import suppress
 from functools import partial
+from html import escape
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +48,10 @@ class Watch:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options, self._process = options, os.getpid()
-        state = {"has_raised": False, "has_failed": False, "is_watched": False}
-        vars(options).update(state, trace=None, latest=None)
+        self._shell: Any = None  # of a notebook
+        self._latest: Any = None  # run of the cells before
+        self._is_on = False
+        options.latest = None
 
     @property
     def verdict(self) -> Verdict | None:
@@ -73,15 +78,35 @@ class Watch:
             raise ValueError("there is no run to report on, as no step was seen yet")
         self._options.latest.report(Path(path))
 
+    def _repr_html_(self) -> str:
+        """The report in a notebook's output, or the verdict if no report can be made."""
+        verdict = self.verdict
+        if verdict is None:
+            return "<p>No step was seen yet.</p>"
+        with suppress(ValueError, ImportError, OSError), TemporaryDirectory() as folder:
+            path = Path(folder, "report.html")
+            self.report(path)
+            page = escape(path.read_text("utf-8"))
+            return f'<iframe srcdoc="{page}" width="100%" height="600"></iframe>'
+        return verdict._repr_html_()
+
     def stop(self) -> None:
         """Say the verdict, and undo all that the watch has changed.
 
         Scalers that were made meanwhile stay gradscaler's, which take the same decisions as
         PyTorch's. Functions that ``jax.jit`` returned meanwhile pass their calls on.
         """
-        if self in _current:
-            _current.remove(self)
-            attempt(on_stop.close)
+        if self not in _current:
+            return
+        _current.remove(self)
+        self._end()
+        if self._shell is not None:
+            self._shell.events.unregister("pre_run_cell", self._before_cell)
+            self._shell.events.unregister("post_run_cell", self._after_cell)
+
+    def _end(self) -> None:
+        self._is_on = False
+        attempt(on_stop.close)
 
     def __enter__(self) -> Watch:
         return self
@@ -97,8 +122,29 @@ class Watch:
         self.stop()
 
     def _start(self) -> None:
+        self._is_on = True
+        state = {"has_raised": False, "has_failed": False, "is_watched": self._shell is not None}
+        vars(self._options).update(state, trace=None, is_notebook=self._shell is not None)
         for framework, module, kind, names in _WATCHED:
             after_import(framework, partial(_start_in, module, kind, *names, self._options))
+
+    def _follow_cells(self, shell: Any) -> None:
+        """End the runs at the end of each cell of a notebook; the next cell begins new ones."""
+        self._shell = shell
+        shell.events.register("pre_run_cell", self._before_cell)
+        shell.events.register("post_run_cell", self._after_cell)
+
+    def _before_cell(self, _: object) -> None:
+        if not self._is_on:
+            self._start()
+
+    def _after_cell(self, result: Any) -> None:
+        error = result.error_in_exec
+        if error is not None:
+            note_end(self._options, error)
+        self._end()
+        if self._options.latest is not self._latest:  # a step to watch is one of the next run
+            self._latest, self._options.watch = self._options.latest, None
 
     def _explain_at_end(self) -> None:
         atexit.register(self._say_if_unwatched)
@@ -125,10 +171,12 @@ def _start_in(module: str, kind: str, *given: Any) -> None:
     getattr(import_module(f"gradscaler._run_script.{module}"), kind)(*given).start()
 
 
-def begin(options: argparse.Namespace) -> Watch:
-    """Watch the trainings of this process from now on."""
+def begin(options: argparse.Namespace, shell: Any = None) -> Watch:
+    """Watch the trainings of this process from now on, or those of a notebook's cells."""
     started = Watch(options)
     _current[:] = [started]
+    if shell is not None:
+        started._follow_cells(shell)
     started._start()
     return started
 
@@ -150,6 +198,10 @@ def watch(
     ``jax.grad`` and ``jax.value_and_grad`` are called, or imported by name. In TensorFlow, call it
     before the first call of what ``tf.function`` compiles. Objects that were made before cannot be
     watched.
+
+    In a notebook, ``%load_ext gradscaler`` does the same. Findings are shown under the cell that
+    runs, and the verdict when it ends or is interrupted. The next cell that trains begins a new
+    run.
 
     A process has one watch. A second call returns it; what the call is given counts for the runs
     that begin after it.
@@ -187,9 +239,12 @@ def watch(
         vars(options).update(
             stop=False, again="gradscaler.watch(step={})", elsewhere="gradscaler.watch(folder)"
         )
-        begin(options)
-        _current[0]._explain_at_end()
-        _see_uncaught(options)
+        notebook: Any = sys.modules.get("IPython")
+        shell = notebook and notebook.get_ipython()
+        started = begin(options, shell)
+        if shell is None:
+            started._explain_at_end()
+            _see_uncaught(options)
     options = _current[0]._options
     given = {"folder": None if folder is None else Path(folder).absolute(), "every": every}
     vars(options).update({k: v for k, v in {**given, "watch": step}.items() if v is not None})

@@ -402,6 +402,9 @@ class Monitor:
             return streak.verdict.in_full
         return self._judge(log)
 
+    def _repr_html_(self) -> str:
+        return self.verdict._repr_html_()
+
     def flush(self) -> None:
         """Write the steps so far to the file, which a report may read then. Waits for the device.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 
 from gradscaler.diagnose._record.kinds import kind_of
 
@@ -92,6 +93,10 @@ class Verdict:
 
     def __str__(self) -> str:
         return self.text
+
+    def _repr_html_(self) -> str:
+        """The headline and the text, in a notebook's output."""
+        return f"<p><b>{escape(kind_of(self.kind).headline)}</b></p><p>{escape(self.text)}</p>"
 
 
 def verdict_of(findings: Sequence[Finding]) -> Verdict:
