@@ -33,6 +33,7 @@ ALLOWED = {
     "_grad_node",  # of a tensor in MindSpore, which has no public name for it
     "_unique_id",  # of its nodes
     "_pynative_executor",  # MindSpore's, whose methods begin and end each pass
+    "_KERNEL_SEED",  # its seeds of random operations, of which the public state has no word
     "_C_ops",  # the operations of Paddle, which its own custom operators are found by
     "_register_post_hook",  # of its nodes, which have no public hook that sees what they make
     "_is_initialized",  # of its gradients

@@ -1,4 +1,7 @@
-"""Loops of MindSpore that fail in step 13, by a cause each; prints digests of the weights."""
+"""Loops of MindSpore that fail in step 13, by a cause each; prints digests of the weights.
+
+What Dropout draws after them is in the digests, too.
+"""
 
 import hashlib
 
@@ -7,6 +10,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.dataset import GeneratorDataset
 
+mindspore.device_context.cpu.op_tuning.threads_num(1)  # how many it takes else depends on time
 CASES = ["healthy", "root", "logarithm", "batch", "model"]
 
 
@@ -15,10 +19,10 @@ class Net(nn.Cell):
 
     def __init__(self):
         super().__init__()
-        self.first, self.last = nn.Dense(4, 8), nn.Dense(8, 1)
+        self.first, self.drop, self.last = nn.Dense(4, 8), nn.Dropout(p=0.5), nn.Dense(8, 1)
 
     def construct(self, x):
-        return self.last(ops.tanh(self.first(x)))
+        return self.last(self.drop(ops.tanh(self.first(x))))
 
 
 class WithLoss(nn.Cell):
@@ -34,6 +38,7 @@ class WithLoss(nn.Cell):
         if self.case in ("root", "model"):
             return loss + ops.sqrt((((outputs - outputs[0]) * x.sum()) ** 2).sum())
         if self.case == "logarithm":
+            print("forward")
             return loss - ops.log(x.abs().sum() + 0 * outputs.sum())
         return loss
 
@@ -41,7 +46,7 @@ class WithLoss(nn.Cell):
 def train(case):
     mindspore.set_seed(0)
     net = Net()
-    loss_of = WithLoss(net, case)
+    loss_of = WithLoss(net, case).set_train()
     optimizer = nn.Adam(net.trainable_params(), 1e-2)
     data = np.random.default_rng(0).standard_normal((24, 16, 4)).astype("float32")
     if case == "batch":
@@ -57,7 +62,8 @@ def train(case):
         for batch in data:
             _, gradients = take(Tensor(batch))
             optimizer(gradients)
-    return b"".join(each.asnumpy().tobytes() for each in optimizer.parameters)
+    drawn = net.drop(mindspore.ops.ones((4, 8)))
+    return b"".join(each.asnumpy().tobytes() for each in (*optimizer.parameters, drawn))
 
 
 for each in CASES:

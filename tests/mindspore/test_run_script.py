@@ -12,6 +12,8 @@ from tests.support.scripts import alone, lines_of, watched
 
 SCRIPT = Path(__file__).with_name("loops.py")
 LINE = lines_of(SCRIPT, "sqrt", "log")
+GRAPHS = Path(__file__).with_name("graph_loops.py")
+GRAPH_LINE = lines_of(GRAPHS, "sqrt", "log")
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +38,7 @@ def test_the_first_bad_step_names_operation_and_line(ran):
     for verdict, name in ((root, "sqrt"), (logarithm, "log"), (model, "sqrt")):
         assert f"{name} at {SCRIPT}:{LINE[name]}" in verdict
     assert "holds Inf or NaN" in batch
+    assert "--watch" not in batch  # it would show no more
 
 
 def test_a_watch_from_inside_sees_gradients_of_a_function_that_is_there_and_is_undone(tmp_path):
@@ -50,3 +53,37 @@ def test_a_watch_from_inside_sees_gradients_of_a_function_that_is_there_and_is_u
             take(mindspore.Tensor(np.full((2, 4), factor, "float32")))
     assert "test_run_script.py:" in watch.verdict.findings[0].line
     assert (base._pynative_forward_run, base._pynative_func_grad_backward) == theirs
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory):
+    return watched(GRAPHS, tmp_path_factory.mktemp("graphs"))
+
+
+@pytest.fixture(scope="module")
+def graphs_in_step_13(tmp_path_factory):
+    return watched(GRAPHS, tmp_path_factory.mktemp("step"), "--watch", "13")
+
+
+def test_graphs_are_the_same_to_the_bit_and_compiled_once(graphs, graphs_in_step_13, tmp_path):
+    assert alone(GRAPHS, tmp_path) == graphs.printed == graphs_in_step_13.printed
+    compiled = [line.split()[-1] for line in graphs.printed.splitlines()]
+    assert compiled == ["1", "2", "1", "1", "1"]  # a gradient has a graph, and its optimizer
+
+
+def test_a_graph_tells_its_first_bad_step(graphs):
+    model, gradient, jit, cell, scaled = graphs.verdicts
+    assert [read_run(file).num_steps for file in graphs.files] == [24] * 5
+    assert model.startswith("after 24 steps: None of 24 steps had a gradient of NaN or Inf.")
+    assert f"sqrt at {GRAPHS}:{GRAPH_LINE['sqrt']}" in gradient  # the optimizer came after it
+    assert f"log at {GRAPHS}:{GRAPH_LINE['log']}" in scaled  # its step was left out
+    assert "The gradient of first.weight is NaN, though the loss is finite, and step 13" in jit
+    assert "The loss is itself inf, so step 13 was applied" in cell
+    for verdict in (jit, cell):
+        assert "--watch 13 names what made it" in verdict
+
+
+def test_a_watched_step_of_a_graph_names_operation_and_line(graphs_in_step_13):
+    _, _, jit, cell, _ = graphs_in_step_13.verdicts
+    assert f"sqrt at {GRAPHS}:{GRAPH_LINE['sqrt']}" in jit
+    assert f"log at {GRAPHS}:{GRAPH_LINE['log']}" in cell

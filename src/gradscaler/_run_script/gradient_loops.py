@@ -1,20 +1,25 @@
-"""Loops of MindSpore in PyNative mode: each gradient that is taken of the user's function."""
+"""Loops of MindSpore: each gradient by parameters that is taken of the user's function."""
 
 from __future__ import annotations
 
 import argparse
 import gc
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import redirect_stdout
 from functools import partial
 from importlib import import_module
+from io import StringIO
 from typing import Any, NamedTuple
 
+from gradscaler._run_script.compiled_steps import CompiledSteps
 from gradscaler._run_script.runs import Runs
 from gradscaler._run_script.undo import replace
 from gradscaler._run_script.watched_run import WatchedRun
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.stand_ins import in_place_of
+from gradscaler.diagnose._locate.locate import is_locating
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
 
 Tensor = Any
@@ -22,16 +27,20 @@ Cell = Any
 
 
 class _Forward(NamedTuple):
-    """A forward pass whose gradient is taken next, its arguments, and what it returned."""
+    """A forward pass whose gradient is taken, its arguments, and what it returned first."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    results: Any
+    loss: Tensor | None
+    has_aux: bool  # whether it returned more, of which no gradient is taken
 
 
 class GradientLoops:
     """Looks at each gradient by parameters, which is a step. The weights are still those of it.
+
+    In graph mode, such a gradient is a graph of its own. If the optimizer is in a graph, too, that
+    graph is the step.
 
     Args:
         options: those of the command line.
@@ -40,15 +49,15 @@ class GradientLoops:
     def __init__(self, options: argparse.Namespace) -> None:
         self._runs = Runs("mindspore", options)
         self._mindspore: Any = sys.modules["mindspore"]
-        self._forward: _Forward | None = None
-        self._is_looking = False  # whether a step is run again
-        self._models: dict[tuple[int, ...], Cell | None] = {}  # by the ids of parameters
+        self._forward: _Forward | None = None  # whose gradient is taken next, in PyNative mode
+        self._models: dict[frozenset[int], Cell | None] = {}  # by the ids of parameters
+        self._steps = CompiledSteps(options, self._runs, self._model_of)
 
     def start(self) -> None:
         """Watch this process from now on."""
         base: Any = import_module("mindspore.ops.composite.base")
         run, backward = base._pynative_forward_run, base._pynative_func_grad_backward
-        see, record = guarded(self._see_forward), guarded(self._record)
+        see, record = guarded(self._see_forward), guarded(self._record_seen)
 
         @in_place_of(run)
         def seen_run(fn: Any, sens_param: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,14 +73,37 @@ class GradientLoops:
 
         replace(base, "_pynative_forward_run", seen_run)
         replace(base, "_pynative_func_grad_backward", seen_backward)
+        self._steps.start(self.see_graph)
 
     def _see_forward(self, function: Any, args: Any, kwargs: Any, results: Any) -> None:
-        if not self._is_looking:
-            self._forward = _Forward(function, args, kwargs, results)
+        if is_locating.get():
+            return
+        has_aux = isinstance(results, tuple) and len(results) > 1
+        loss = results[0] if isinstance(results, tuple) else results
+        self._forward = _Forward(function, args, kwargs, loss, has_aux)
 
-    def _record(self, weights: Any, made: Any) -> None:
-        forward, self._forward = self._forward, None
-        if self._is_looking or forward is None or not weights or self._runs.is_off:
+    def _record_seen(self, weights: Any, made: Any) -> None:
+        if not is_locating.get():
+            forward, self._forward = self._forward, None
+            self._record(forward, weights, made)
+
+    def see_graph(self, function: Any, args: Any, kwargs: Any, made: Any) -> None:
+        """Record a step if a compiled function is a gradient, which MindSpore compiles itself."""
+        if not function.__qualname__.endswith("Grad.__call__.<locals>.after_grad"):
+            return
+        of = inspect.getclosurevars(function).nonlocals
+        take, weights = of["grad_"], of.get("weights")
+        loss = None
+        if take.get_value:
+            result, made = made
+            loss = result[0] if take.has_aux else result
+        elif take.has_aux:
+            made = made[0]
+        args = args[: len(args) - bool(take.sens_param)]
+        self._record(_Forward(of["fn"], args, kwargs, loss, take.has_aux), weights, made)
+
+    def _record(self, forward: _Forward | None, weights: Any, made: Any) -> None:
+        if forward is None or not weights or self._runs.is_off:
             return
         weights = list(weights) if isinstance(weights, (list, tuple)) else [weights]
         run, model = self._run_of(weights)
@@ -80,35 +112,37 @@ class GradientLoops:
         gradients = dict(
             zip((each.name for each in weights), _last(made, len(weights)), strict=False)
         )
-        loss = forward.results[0] if isinstance(forward.results, tuple) else forward.results
+        loss = None if forward.loss is None or forward.loss.ndim else forward.loss
         replay = None if model is None else partial(self._again, model, forward, weights)
-        self._is_looking = True
-        try:
-            run.record(loss if not loss.ndim else None, gradients, replay)
-            run.step_ended()
-        finally:
-            self._is_looking = False
+        run.record(loss, gradients, replay)
+        run.step_ended()
 
     def _again(self, model: Cell, forward: _Forward, weights: Sequence[Tensor]) -> tuple[Any, ...]:
         """The model, and a closure that takes the gradient again."""
-        has_aux = isinstance(forward.results, tuple) and len(forward.results) > 1
-        take = self._mindspore.value_and_grad(forward.function, None, weights, has_aux=has_aux)
-        return model, partial(take, *forward.args, **forward.kwargs)
+
+        def take() -> Any:  # which MindSpore would compile if it were made in graph mode
+            of = forward.function, None, weights, forward.has_aux
+            with redirect_stdout(StringIO()):  # the step has printed before
+                return self._mindspore.value_and_grad(*of)(*forward.args, **forward.kwargs)
+
+        return model, take
 
     def _run_of(self, weights: Iterable[Tensor]) -> tuple[WatchedRun | None, Cell | None]:
-        key = tuple(map(id, weights))
-        if key not in self._models:
-            self._models[key] = self._model_of(set(key))
-            self._runs.begin(key, Unscaled("mindspore"), None)
-        return self._runs.open.get(key), self._models[key]
+        key = frozenset(map(id, weights))
+        if key not in self._runs.open:
+            self._runs.begin(key, Unscaled("mindspore"), None, has_watch=False)
+        return self._runs.open.get(key), self._model_of(key)
 
-    def _model_of(self, trained: set[int]) -> Cell | None:
+    def _model_of(self, trained: frozenset[int]) -> Cell | None:
         """The innermost Cell in memory that holds all trained parameters."""
-        kind = self._mindspore.nn.Cell
-        cells = [each for each in gc.get_objects() if issubclass(type(each), kind)]
-        held = ((each, {id(p) for p in each.get_parameters()}) for each in cells)
-        found = [(len(own), each) for each, own in held if trained <= own]
-        return min(found, key=lambda each: each[0])[1] if found else None
+        if trained not in self._models:
+            kind = self._mindspore.nn.Cell
+            cells = [each for each in gc.get_objects() if issubclass(type(each), kind)]
+            held = ((each, {id(p) for p in each.get_parameters()}) for each in cells)
+            found = [(len(own), each) for each, own in held if trained <= own]
+            inner = min(found, key=lambda each: each[0])[1] if found else None
+            self._models[trained] = inner
+        return self._models[trained]
 
 
 def _last(made: Any, count: int) -> Sequence[Tensor]:

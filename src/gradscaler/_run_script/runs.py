@@ -52,19 +52,32 @@ class Runs:
         """Whether this is a child that was forked, or the watch has stopped."""
         return self._is_over or os.getpid() != self._process
 
-    def begin(self, key: object, scaler: Any, model: Any, search: Search | None = None) -> None:
-        """Begin a run, unless there were enough; what it takes is what WatchedRun does."""
+    def begin(
+        self,
+        key: object,
+        scaler: Any,
+        model: Any,
+        search: Search | None = None,
+        has_watch: bool = True,
+    ) -> None:
+        """Begin a run, unless there were enough; what it takes is what WatchedRun does.
+
+        Without ``has_watch``, a watch of a step would show no more than the run does.
+        """
         if not self._num_left:
             return
         self._num_left -= 1
         self._options.is_watched = True
         attempt(partial(before_termination, self.end))
-        attempt(partial(self._open, key, scaler, model, search))
+        attempt(partial(self._open, key, scaler, model, search, has_watch))
         atexit.unregister(self.end)
         atexit.register(self.end)  # before monitors close by themselves
 
-    def _open(self, key: object, scaler: Any, model: Any, search: Search | None) -> None:
+    def _open(
+        self, key: object, scaler: Any, model: Any, search: Search | None, has_watch: bool
+    ) -> None:
         framework = framework_named(self._name, {})
+        framework = framework._replace(has_watch=framework.has_watch and has_watch)
         given = scaler, model, self._files, self._options, framework
         self.open[key] = WatchedRun(*given, search)
 

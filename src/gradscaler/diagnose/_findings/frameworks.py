@@ -37,7 +37,7 @@ _FRAMEWORKS = {
     **dict.fromkeys(
         ("keras on jax", "keras on torch"), Framework(finder="locate()", has_replay=True)
     ),
-    "mindspore": Framework(finder="locate()", has_replay=True),
+    "mindspore": Framework(finder="locate()", has_replay=True, has_watch=True),
 }
 
 

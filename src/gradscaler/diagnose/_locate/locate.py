@@ -59,8 +59,8 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
     that of a parameter. For JAX without Keras, see :func:`locate_jax`.
 
     The model's gradients, buffers and variables, and the framework's random state, are left as they
-    were. In MindSpore, the state of its own ``Dropout`` cannot be read, and moves on; so does that
-    of a random operation of TensorFlow with a seed of its own.
+    were. In MindSpore, ``nn.Dropout`` draws from another state meanwhile, as nobody can read its
+    own. The state of a random operation of TensorFlow with a seed of its own moves on.
 
     Args:
         model: a module of PyTorch or TensorPlay, a layer of Paddle, a cell of MindSpore, or a model

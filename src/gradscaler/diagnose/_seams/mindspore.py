@@ -30,6 +30,7 @@ from gradscaler.diagnose._seams.judge import DIVIDES, Judge, Owned, Pass
 Cell = Any
 Node = Any
 
+_SEEDS = 20240, 1117  # that nobody else takes
 _NO_JIT = "MS_JIT"  # MindSpore runs jit functions as they are written if this variable is "0"
 
 
@@ -243,29 +244,44 @@ class Seam:
 
 @contextmanager
 def left_as_it_was(model: Cell) -> Iterator[None]:
-    """Restore parameters that are not trained, such as a moving mean, and the random state."""
+    """Restore parameters that are not trained, such as a moving mean, and the random states.
+
+    The state of a Dropout is that of its kernel, which cannot be read: other seeds get another.
+    """
     mindspore: Any = sys.modules["mindspore"]
     untrained = [each for each in model.get_parameters() if not each.requires_grad]
     values = [each.asnumpy().copy() for each in untrained]
-    state = mindspore.get_rng_state()
+    state, seeds = mindspore.get_rng_state(), sys.modules["mindspore.common.seed"]._KERNEL_SEED
+    kept = dict(seeds)
+    cells = [cell for _, cell in model.cells_and_names()]
+    drops = [(cell, cell.dropout) for cell in cells if isinstance(cell, mindspore.nn.Dropout)]
+    for cell, own in drops:
+        cell.dropout = mindspore.ops.Dropout(own.keep_prob, *_SEEDS)
     try:
         yield
     finally:
+        for cell, own in drops:
+            cell.dropout = own
         for parameter, value in zip(untrained, values, strict=True):
             if parameter.asnumpy().tobytes() != value.tobytes():
-                parameter.set_data(mindspore.Tensor(value))
+                parameter.copy_(mindspore.Tensor(value))  # set_data() cuts it off from jit
         mindspore.set_rng_state(state)
+        seeds.clear()
+        seeds.update(kept)
 
 
 @contextmanager
 def _pynative(mindspore: Any) -> Iterator[None]:
     """Run Cells and jit functions operation by operation."""
+    graphs: Any = import_module("mindspore._c_expression").MSContext
     mode, variable = mindspore.get_context("mode"), os.environ.get(_NO_JIT)
     os.environ[_NO_JIT] = "0"
     try:
         if mode != mindspore.PYNATIVE_MODE:
             mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
-        yield
+        # A gradient in PyNative mode has set a flag for graphs that are compiled later.
+        with _wrapped(graphs, "_set_not_convert_jit", lambda *_: None):
+            yield
     finally:
         if variable is None:
             os.environ.pop(_NO_JIT, None)
