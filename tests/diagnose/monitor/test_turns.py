@@ -98,6 +98,20 @@ def test_what_is_frozen_on_the_way_is_named_and_the_first_layers_if_they_are_rep
     )
 
 
+def test_networks_that_freeze_each_other_in_turn_are_not_said_to_be_frozen():
+    nets = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in nets]
+    with Monitor(model=nn.ModuleList(nets), every=10, tell=list) as monitor:
+        for step in range(240):
+            for place, net in enumerate(nets):
+                net.requires_grad_(step % 2 == place)
+            optimizers[step % 2].zero_grad()
+            nets[1](nets[0](torch.randn(8, 4))).square().mean().backward()
+            optimizers[step % 2].step()
+    assert monitor.verdict.kind == "normal"
+    assert "frozen" not in monitor.verdict.text
+
+
 def test_optimizers_of_phases_and_a_pause_may_step_without_gradients():
     told, phases = [], [nn.Linear(4, 4) for _ in range(2)]
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in phases]

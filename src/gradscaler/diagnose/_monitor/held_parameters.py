@@ -124,7 +124,9 @@ class HeldParameters:
         named = self._parameters.named(optimizer)
         blank = tuple(name for name, p in named.items() if _is_blank(p))
         trained = self._trained.get(id(optimizer), set())
-        frozen = tuple(n for n, p in named.items() if id(p) in trained and not p.requires_grad)
+        # Two networks that freeze each other in turn keep their gradients meanwhile.
+        left = ((n, p) for n, p in named.items() if id(p) in trained and p.grad is None)
+        frozen = tuple(name for name, p in left if not p.requires_grad)
         seen = Optimizers(idle, self._outside(), rate, weights=weights)
         return replace(seen, blank=blank, frozen=frozen)
 

@@ -131,8 +131,8 @@ class Optimizers:
         weights: the norm of an optimizer's matrices before its first step, and now; None if it was
             not taken.
         blank: the names of its matrices that are all 0, as their gradients are.
-        frozen: the names of its parameters that were frozen (``requires_grad=False``) after its
-            first step.
+        frozen: the names of its parameters without a gradient that were frozen
+            (``requires_grad=False``) after its first step.
         used: the norm of the gradients that the latest step used, such as clipped ones; None if
             it was not taken.
     """
