@@ -28,8 +28,8 @@ _NOT_NAMED = ("wrapped", "multi_head_attention_forward")  # less telling than th
 _MOVES = names_with(Role.MOVES)
 _MOST_FORMS = 8
 LOGDET = "logdet"
-# The user's calls, or those of Keras' fit, pass through them.
-_PASSED = "calls.py", "search.py", "../_monitor/fit_batches.py"
+_PASSED = "calls.py", "search.py"  # the user's calls pass through them
+_FOR_FIT = "../_monitor/fit_batches.py"  # it calls the user's model in place of Keras' fit
 _COMPILED = "<eval_with_key>"  # the file of code that PyTorch's compiler writes
 
 Node = Any
@@ -84,7 +84,7 @@ def stack_from(frame: FrameType | None) -> tuple[list[Frame], list[Any]]:
 def is_own(frames: Iterable[Frame]) -> bool:
     """Whether gradscaler called an operation; the frames are its calls, innermost first."""
     owners = (_whose(frame.file) for frame in frames)
-    return next((who for who in owners if who in ("user", "gradscaler")), "") == "gradscaler"
+    return next((who for who in owners if who in ("user", "fit", "gradscaler")), "") == "gradscaler"
 
 
 def users_line(frames: Iterable[tuple[str, int]]) -> str | None:
@@ -166,11 +166,13 @@ def _is_of_determinant(node: Node) -> bool:
 
 
 @cache
-def _whose(filename: str) -> Literal["user", "functions", "framework", "gradscaler"]:
+def _whose(filename: str) -> Literal["user", "functions", "framework", "fit", "gradscaler"]:
     """The owner of a file; ``"functions"`` are the files of PyTorch's public Python functions."""
     path, own = Path(filename), Path(__file__).parents[2]
-    if path in [Path(__file__).parent.joinpath(each).resolve() for each in _PASSED]:
+    if path in [Path(__file__).with_name(each) for each in _PASSED]:
         return "framework"
+    if path == Path(__file__).parent.joinpath(_FOR_FIT).resolve():
+        return "fit"
     if own in path.parents:
         return "user" if own / "demo" in path.parents else "gradscaler"
     loaded = (sys.modules[name] for name in _FRAMEWORKS if name in sys.modules)
