@@ -189,6 +189,19 @@ def test_a_run_in_which_no_step_is_taken_has_a_verdict(path):
     assert "12 of 12 losses were NaN or Inf, and no step was taken." in monitor.verdict.text
 
 
+def test_finite_losses_that_no_step_follows_are_counted(path):
+    training = Training(())
+
+    def step(training, number):
+        training.optimizer.zero_grad()
+        training.backward(number)
+        if number <= 6:  # as by a norm that overflows, or by a limit of it
+            training.optimizer.step()
+
+    monitor, _ = watched(training, step, path)
+    assert "no step after step 6: 54 backward passes followed" in monitor.verdict.text
+
+
 def test_an_inf_in_the_batch_that_the_loss_does_not_show_is_told_with_its_row(path):
     monitor, _ = watched(Training(range(5, 61, 5), by_batch=True), guarded, path)
     found = monitor.verdict.findings[0]

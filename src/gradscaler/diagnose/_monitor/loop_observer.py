@@ -28,6 +28,7 @@ from gradscaler.diagnose._monitor.step_log import MOST_NONFINITE, StepLog
 from gradscaler.diagnose._record.events import Event
 from gradscaler.diagnose._record.lines import BadStep
 from gradscaler.diagnose._record.located import Located
+from gradscaler.diagnose._record.thresholds import UNSTEPPED_LOSSES
 from gradscaler.outcome import NonfiniteGradient, StepOutcome
 
 _ALL = 0  # stands for the ids of all optimizers, in a step that the script leaves out
@@ -78,6 +79,7 @@ class LoopObserver(EagerObserver):
         self._glance: tuple[Mapping[int, int], Glance] | None = None  # with what it was made for
         self._is_checked = False  # whether gradients were checked since the step before
         self._most_passes = 0  # the most backward passes before a step
+        self._num_unstepped = 0  # backward passes after the last one
         self._changes: int | None = None  # of the parameters, up to a backward pass that failed
         self._evaluated: list[Tensor] = []  # losses of the running step of an optimizer
         self._has_gradients = False  # whether the running step has seen any; it may zero them
@@ -297,6 +299,7 @@ class LoopObserver(EagerObserver):
             iteration.outcomes = self._with_skip(iteration).outcomes
             self._left_out, iteration.checks = self._failure, []
             self._graphs.located = self._graphs.located or failure.located
+        self._num_unstepped = 0 if iteration.outcomes else iteration.num_losses
         if iteration.optimizers:
             self._most_passes = max(self._most_passes, iteration.num_losses)
             self._reached.update(iteration.scaled.reached)
@@ -344,7 +347,10 @@ class LoopObserver(EagerObserver):
         super().close(report_and_finish)
 
     def _report_last(self) -> None:
-        """Report the step with which the run ends, if the script has left it out."""
+        """Report the end of the run, if the script has taken no step in it."""
+        if self._num_unstepped >= UNSTEPPED_LOSSES * self._most_passes > 0:
+            followed = f"{self._num_unstepped} backward passes followed, which were finite"
+            self.log.break_off(f"{followed}, and the script took no step")
         last = self.log.history[-1] if self.log.history else None
         if last is not None and last.skipped and self.log.stuck_streak is None:
             bad, located = last.nonfinite or (), self._graphs.located or self.located
