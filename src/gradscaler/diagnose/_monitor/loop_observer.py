@@ -221,8 +221,9 @@ class LoopObserver(EagerObserver):
 
     def _are_zeroed(self, failure: Failure) -> bool:
         """Whether the gradients of a failure are gone."""
-        names = [each.name for each in failure.nonfinite] or list(self._trained)
-        return not any(_has_any(self._trained[name].grad) for name in names)
+        names = {each.name for each in failure.nonfinite} or self._trained.keys()
+        held = (p.grad for name, p in self._trained.items() if name in names)  # one may be gone
+        return not any(map(_has_any, held))
 
     def _num_changes(self) -> int:
         """How often PyTorch has changed the trained parameters."""
