@@ -85,3 +85,18 @@ def test_a_watch_from_inside_names_the_line_and_is_undone(tmp_path):
     assert "test_run_script.py:" in watch.verdict.findings[0].line
     assert (jax.jit, jax.grad, jax.value_and_grad) == theirs
     step(jnp.ones(3))
+
+
+def test_a_number_that_the_next_step_takes_is_no_loss(tmp_path):
+    def step(weights, scale):
+        loss, gradients = jax.value_and_grad(lambda w: jnp.sum(w * w) * scale)(weights)
+        return weights - 0.1 * gradients / scale, scale * 2, loss / scale
+
+    with gradscaler.watch(tmp_path):
+        weights, scale, losses, take = jnp.ones(3), jnp.float32(8), [], jax.jit(step)
+        for _ in range(3):
+            weights, scale, loss = take(weights, scale)
+            losses.append(float(loss))
+    (file,) = tmp_path.iterdir()
+    # At the first step it is not known yet.
+    assert list(read_run(file).losses.values()) == losses[1:]

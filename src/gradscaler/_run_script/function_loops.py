@@ -156,10 +156,14 @@ class FunctionLoops:
         run = self._runs.open[watched.key]
         is_left_out = bool(is_same) and self._is_left_out(watched, run, again, args)
         watched.has_moved |= bool(pairs) and not is_same
+        states = watched.states_in(self._jax.tree_util.tree_leaves(given), leaves)
+        others = [
+            leaf
+            for path, leaf in leaves
+            if _place(path, results)[0] not in kept and path not in states
+        ]
         run.record(
-            self._loss_in(
-                leaves, [x for path, x in leaves if _place(path, results)[0] not in kept]
-            ),
+            self._loss_in(leaves, others),
             self._named(bad, watched, args, results) if bad and not is_left_out else {},
             (lambda: (again, *args)) if is_there and not is_left_out else None,
         )
@@ -263,7 +267,22 @@ class _Watched:
         self.takes_gradient = grad
         self.has_moved = self.leaves_out = False
         self.num_searches = _MOST_IN_VAIN
+        self._numbers: dict[Any, Array] | None = None  # of the latest results, by their paths
+        self._states: set[Any] = set()
         self.key: object = getattr(inspect.unwrap(of), "__code__", of) if grad else self
+
+    def states_in(self, given: list[Any], leaves: list[tuple[Any, Array]]) -> set[Any]:
+        """The paths of numbers in the results that are given to the next call, as a loss scale is.
+
+        Those of the first results are not known yet, so all of them may be, if it was given one.
+        """
+        before, self._numbers = self._numbers, {path: x for path, x in leaves if not x.ndim}
+        numbers = [each for each in given if _is_floating(each) and not each.ndim]
+        if before is None:
+            return set(self._numbers) if numbers else set()
+        ids = set(map(id, numbers))
+        self._states |= {path for path, number in before.items() if id(number) in ids}
+        return self._states
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return FunctionLoops.latest.call(self, args, kwargs)
