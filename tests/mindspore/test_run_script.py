@@ -55,6 +55,16 @@ def test_a_watch_from_inside_sees_gradients_of_a_function_that_is_there_and_is_u
     assert (base._pynative_forward_run, base._pynative_func_grad_backward) == theirs
 
 
+def test_scaled_gradients_outside_of_a_graph_are_no_steps(tmp_path):
+    model, scaler = mindspore.nn.Dense(4, 4), mindspore.amp.DynamicLossScaler(2.0**127, 2, 10)
+    take = mindspore.value_and_grad(
+        lambda inputs: scaler.scale(model(inputs).sum()), None, model.trainable_params()
+    )
+    with gradscaler.watch(tmp_path) as watch:
+        take(mindspore.ops.ones((2, 4)) * 1e9)  # the script skips it
+    assert watch.verdict is None
+
+
 @pytest.fixture(scope="module")
 def graphs(tmp_path_factory):
     return watched(GRAPHS, tmp_path_factory.mktemp("graphs"))

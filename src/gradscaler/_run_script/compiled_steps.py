@@ -163,9 +163,14 @@ class CompiledSteps:
                 trained |= of
         if not trained:
             return None
-        kinds = self._mindspore.nn.TrainOneStepWithLossScaleCell, self._mindspore.amp.LossScaler
-        scalers = (each for each in _in_memory(kinds) if id(_scale_of(each)) in ids)
+        scalers = (each for each in self.scalers() if id(_scale_of(each)) in ids)
         return _Graph(list(trained.values()), parameters, next(scalers, None))
+
+    def scalers(self) -> list[Any]:
+        """The scalers in memory whose scale moves."""
+        kinds = self._mindspore.nn.TrainOneStepWithLossScaleCell, self._mindspore.amp.LossScaler
+        parameter = self._mindspore.Parameter
+        return [each for each in _in_memory(kinds) if isinstance(_scale_of(each), parameter)]
 
     def _see_call(self, again: partial[Any], made: Any) -> None:
         """Record a step after it."""

@@ -16,11 +16,17 @@ from typing import Any, NamedTuple
 from gradscaler._run_script.compiled_steps import CompiledSteps
 from gradscaler._run_script.runs import Runs
 from gradscaler._run_script.undo import replace
+from gradscaler._run_script.voice import say
 from gradscaler._run_script.watched_run import WatchedRun
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.stand_ins import in_place_of
 from gradscaler.diagnose._locate.locate import is_locating
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
+
+_SCALED = (
+    "a loop that takes scaled gradients outside of a graph is not watched, as the scaler may skip "
+    "its steps: Monitor.record(replay=) names the operation there."
+)
 
 Tensor = Any
 Cell = Any
@@ -50,6 +56,7 @@ class GradientLoops:
         self._runs = Runs("mindspore", options)
         self._mindspore: Any = sys.modules["mindspore"]
         self._forward: _Forward | None = None  # whose gradient is taken next, in PyNative mode
+        self._known: dict[frozenset[int], bool] = {}  # whether gradients of them are watched
         self._models: dict[frozenset[int], Cell | None] = {}  # by the ids of parameters
         self._steps = CompiledSteps(options, self._runs, self._model_of)
 
@@ -106,7 +113,7 @@ class GradientLoops:
         if forward is None or not weights or self._runs.is_off:
             return
         weights = list(weights) if isinstance(weights, (list, tuple)) else [weights]
-        run, model = self._run_of(weights)
+        run, model = self._run_of(forward.function, weights)
         if run is None:
             return
         gradients = dict(
@@ -127,11 +134,30 @@ class GradientLoops:
 
         return model, take
 
-    def _run_of(self, weights: Iterable[Tensor]) -> tuple[WatchedRun | None, Cell | None]:
+    def _run_of(
+        self, function: Any, weights: Iterable[Tensor]
+    ) -> tuple[WatchedRun | None, Cell | None]:
         key = frozenset(map(id, weights))
-        if key not in self._runs.open:
+        if key not in self._known:
+            self._known[key] = not self._is_scaled(function)
+            if not self._known[key]:
+                say(_SCALED)
+        if key not in self._runs.open and self._known[key]:
             self._runs.begin(key, Unscaled("mindspore"), None, has_watch=False)
         return self._runs.open.get(key), self._model_of(key)
+
+    def _is_scaled(self, function: Any) -> bool:
+        """Whether a function refers to a scaler, which may skip what is seen here."""
+        scalers = self._steps.scalers()
+        if getattr(function, "__name__", "") == "aux_fn":  # MindSpore's, around the user's
+            function = inspect.getclosurevars(function).nonlocals["fn"]
+        if inspect.isfunction(function):
+            found = inspect.getclosurevars(function)
+            held = [*found.nonlocals.values(), *found.globals.values()]
+        else:
+            held = list(getattr(getattr(function, "__self__", function), "__dict__", {}).values())
+        is_network = any(getattr(each, "network", None) is function for each in scalers)
+        return is_network or any(each is scaler for each in held for scaler in scalers)
 
     def _model_of(self, trained: frozenset[int]) -> Cell | None:
         """The innermost Cell in memory that holds all trained parameters."""
