@@ -58,6 +58,10 @@ class TapeLoops:
         options: those of the command line.
     """
 
+    # Whether a step is run again, for either package. The guard's lock is held then, and threads
+    # that the step starts, as those of replicas, must not wait for it.
+    _is_looking = False
+
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         self._name, self._options = name, options
         self._keras: Any = sys.modules[name]
@@ -70,7 +74,6 @@ class TapeLoops:
         self._losses: dict[int, Tensor] = {}  # by the id of the first variable
         self._stepping = 0  # calls of steps that run
         self._scaled: Callable[[], None] | None = None  # records a step that runs
-        self._is_looking = False  # whether a step is run again
 
     def start(self) -> None:
         """Watch this process from now on, unless Keras has another backend."""
@@ -101,7 +104,8 @@ class TapeLoops:
         @in_place_of(gradient)
         def seen_gradient(own: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
             made = gradient(own, target, sources, *args, **kwargs)
-            see(target, sources)
+            if not self._is_looking:
+                see(target, sources)
             return made
 
         @in_place_of(call)
@@ -129,6 +133,8 @@ class TapeLoops:
 
         @in_place_of(step)
         def seen(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if self._is_looking:
+                return step(optimizer, *args, **kwargs)
             args = tuple(map(_kept, args))
             kwargs = {name: _kept(each) for name, each in kwargs.items()}
             before(optimizer, method, args, kwargs)
@@ -278,11 +284,11 @@ class TapeLoops:
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
-        self._is_looking = True
+        TapeLoops._is_looking = True
         try:
             yield
         finally:
-            self._is_looking = False
+            TapeLoops._is_looking = False
 
     def _loop_of(
         self, optimizer: Optimizer, variables: Sequence[Variable], is_compiled: bool
@@ -443,11 +449,7 @@ class _Loop:
         """The layers and the parameters to name."""
         if self.model is not None:
             return layers_of(self.model), parameters_of(self.model)
-        values = (getattr(each, "value", each) for each in self.variables)
-        return {}, [
-            Owned(value, "", "", self.name_of(each))
-            for value, each in zip(values, self.variables, strict=True)
-        ]
+        return {}, [Owned(each, "", "", self.name_of(each)) for each in self.variables]
 
     @property
     def scale(self) -> Variable | None:
