@@ -15,6 +15,9 @@ from tests.support.ranks import seed_frameworks
 
 ROOT = Path(__file__).parent.parent
 
+# Scripts that tests run. To look for doctests in them would train at once, and choose a backend.
+collect_ignore_glob = ["*/loops.py", "*/graph_loops.py"]
+
 # A shell's background job ignores Ctrl-C, and so would the programs that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

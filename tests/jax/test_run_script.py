@@ -4,29 +4,14 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 import gradscaler
 from gradscaler.diagnose import read_run
-from tests.support.scripts import alone, lines_of, watched
+from tests.support.scripts import fixtures_of, lines_of
 
 SCRIPT = Path(__file__).with_name("loops.py")
 LINE = lines_of(SCRIPT, "sqrt", "log", "norm")
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    return alone(SCRIPT, tmp_path_factory.mktemp("plain"))
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory):
-    return watched(SCRIPT, tmp_path_factory.mktemp("watched"))
-
-
-@pytest.fixture(scope="module")
-def in_step_13(tmp_path_factory):
-    return watched(SCRIPT, tmp_path_factory.mktemp("step"), "--watch", "13")
+plain, ran, in_step_13 = fixtures_of(SCRIPT)
 
 
 def test_parameters_and_states_are_the_same_to_the_bit(plain, ran, in_step_13):

@@ -6,32 +6,18 @@ import pytest
 
 from gradscaler.diagnose import read_run
 from tests.support.keras_like import FRAMEWORK
-from tests.support.scripts import alone, lines_of, watched
+from tests.support.scripts import fixtures_of, lines_of
 
 pytestmark = pytest.mark.skipif(FRAMEWORK != "tf_keras", reason="one script trains by both Keras")
 
 SCRIPT = Path(__file__).with_name("loops.py")
 LINE = lines_of(SCRIPT, "sqrt", "log")
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    return alone(SCRIPT, tmp_path_factory.mktemp("plain"))
+plain, ran, in_step_13 = fixtures_of(SCRIPT)
 
 
 def in_order(ran):
     """The verdicts in the order of the runs, as each package ends its own."""
     return [next(each for each in ran.verdicts if f"/{file.name} " in each) for file in ran.files]
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory):
-    return watched(SCRIPT, tmp_path_factory.mktemp("watched"))
-
-
-@pytest.fixture(scope="module")
-def in_step_13(tmp_path_factory):
-    return watched(SCRIPT, tmp_path_factory.mktemp("step"), "--watch", "13")
 
 
 def test_variables_traces_and_random_numbers_are_the_same(plain, ran, in_step_13):

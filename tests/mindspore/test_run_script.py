@@ -4,21 +4,17 @@ from pathlib import Path
 
 import mindspore
 import numpy as np
-import pytest
 
 import gradscaler
 from gradscaler.diagnose import read_run
-from tests.support.scripts import alone, lines_of, watched
+from tests.support.scripts import alone, fixtures_of, lines_of
 
 SCRIPT = Path(__file__).with_name("loops.py")
 LINE = lines_of(SCRIPT, "sqrt", "log")
+_, ran, _ = fixtures_of(SCRIPT)
 GRAPHS = Path(__file__).with_name("graph_loops.py")
 GRAPH_LINE = lines_of(GRAPHS, "sqrt", "log")
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory):
-    return watched(SCRIPT, tmp_path_factory.mktemp("watched"))
+_, graphs, graphs_in_step_13 = fixtures_of(GRAPHS)
 
 
 def test_weights_are_the_same_to_the_bit(ran, tmp_path):
@@ -63,16 +59,6 @@ def test_scaled_gradients_outside_of_a_graph_are_no_steps(tmp_path):
     with gradscaler.watch(tmp_path) as watch:
         take(mindspore.ops.ones((2, 4)) * 1e9)  # the script skips it
     assert watch.verdict is None
-
-
-@pytest.fixture(scope="module")
-def graphs(tmp_path_factory):
-    return watched(GRAPHS, tmp_path_factory.mktemp("graphs"))
-
-
-@pytest.fixture(scope="module")
-def graphs_in_step_13(tmp_path_factory):
-    return watched(GRAPHS, tmp_path_factory.mktemp("step"), "--watch", "13")
 
 
 def test_graphs_are_the_same_to_the_bit_and_compiled_once(graphs, graphs_in_step_13, tmp_path):

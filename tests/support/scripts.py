@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import pytest
 
 SECONDS = 600.0  # for a program, on a busy machine
 
@@ -42,6 +44,18 @@ def watched(script: Path, folder: Path, *options: str) -> Ran:
     said = [" ".join(part.split()) for part in errors.split("gradscaler: ")[1:]]
     files = sorted((folder / "gradscaler-runs").glob("*.jsonl"), key=_number)
     return Ran(printed, said, files)
+
+
+def fixtures_of(script: Path) -> tuple[Any, Any, Any]:
+    """Fixtures of a module: a script alone, watched, and with its step 13 watched."""
+
+    def fixture(run: Any, *options: str) -> Any:
+        def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
+            return run(script, tmp_path_factory.mktemp("script"), *options)
+
+        return pytest.fixture(scope="module")(ran)
+
+    return fixture(alone), fixture(watched), fixture(watched, "--watch", "13")
 
 
 def lines_of(script: Path, *functions: str) -> dict[str, int]:

@@ -3,30 +3,14 @@
 import re
 from pathlib import Path
 
-import pytest
-
 import gradscaler
 from gradscaler.diagnose import read_run
 from tests.support.eager import library
-from tests.support.scripts import alone, lines_of, watched
+from tests.support.scripts import fixtures_of, lines_of
 
 SCRIPT = Path(__file__).with_name("loops.py")
 LINE = lines_of(SCRIPT, "sqrt", "log", "first")
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    return alone(SCRIPT, tmp_path_factory.mktemp("plain"))
-
-
-@pytest.fixture(scope="module")
-def ran(plain, tmp_path_factory):
-    return watched(SCRIPT, tmp_path_factory.mktemp("watched"))
-
-
-@pytest.fixture(scope="module")
-def in_step_13(plain, tmp_path_factory):
-    return watched(SCRIPT, tmp_path_factory.mktemp("step"), "--watch", "13")
+plain, ran, in_step_13 = fixtures_of(SCRIPT)
 
 
 def test_the_weights_are_the_same_to_the_bit(plain, ran, in_step_13):
