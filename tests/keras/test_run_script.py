@@ -81,6 +81,8 @@ def test_a_watched_step_names_the_row_of_the_batch_and_the_layer(printed):
     assert nothing == "step watched: no operation made an Inf or NaN"
     for each in (plain, scaled):
         assert "holds Inf or NaN in row 8 of 16" in each
+    assert "step 3 was applied" in plain
+    assert "step 3 left the weights as they were" in scaled
 
 
 def test_a_loss_scale_optimizer_of_keras_has_a_run_file(printed):

@@ -89,7 +89,7 @@ class Fits:
         self._losses[optimizer] = Losses(is_scaled, self._options)
         self._to_end.append(self._losses[optimizer])
         if self._options.watch is not None:
-            self._watched[optimizer] = FitWatch(self._options.watch)
+            self._watched[optimizer] = FitWatch(self._options.watch, is_scaled)
         if is_scaled:
             self._end_scaled()
             given = optimizer, model, self._files, self._options, _framework()
@@ -180,10 +180,11 @@ class FitWatch:
 
     Args:
         step: its number, in all calls of ``fit`` with one optimizer.
+        is_scaled: whether that optimizer skips a step whose gradients are not finite.
     """
 
-    def __init__(self, step: int) -> None:
-        self._step, self._num_steps = step, 0
+    def __init__(self, step: int, is_scaled: bool) -> None:
+        self._step, self._is_scaled, self._num_steps = step, is_scaled, 0
 
     def callback(self) -> Any:
         """A callback that gets each batch before its step."""
@@ -213,7 +214,13 @@ class FitWatch:
         if located is not None:
             self._step = 0
             loss, found = number_of(replay.loss), inspect(replay.found)
-            bad = BadStep(self._num_steps, loss, found[:MOST_NONFINITE], located=located)
+            bad = BadStep(
+                self._num_steps,
+                loss,
+                found[:MOST_NONFINITE],
+                located=located,
+                is_left_out=self._is_scaled,
+            )
             evidence = Evidence(
                 self._num_steps, 0, has_scaler=False, framework=_framework(), bad_step=bad
             )
