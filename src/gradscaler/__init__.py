@@ -1,11 +1,11 @@
 """Loss scaling for mixed-precision training: one rule in every framework's own API.
 
-This package's top level imports no framework. It has :func:`watch`, which says why a training
-fails, the policies (rules for the next loss scale), the record of a step, and the errors. The
-scalers are in ``gradscaler.torch`` and its siblings, each of which is imported, with its framework,
-when it is first used; policies with NumPy, in the same way. ``AmaxScale``, ``AmaxState``,
-``DynamicScale``, ``FixedScale``, ``Policy`` and ``ScaleState`` are those of
-:mod:`gradscaler.policies`.
+This package's top level imports no framework. It has the policies (rules for the next loss scale),
+the record of a step, and the errors. The scalers are in ``gradscaler.torch`` and its siblings, each
+of which is imported, with its framework, when it is first used; policies with NumPy, in the same
+way. ``AmaxScale``, ``AmaxState``, ``DynamicScale``, ``FixedScale``, ``Policy`` and ``ScaleState``
+are those of :mod:`gradscaler.policies`. ``watch()``, which says why a training fails, and the
+``Watch`` that it returns are those of the page on ``gradscaler run``.
 """
 
 import inspect
