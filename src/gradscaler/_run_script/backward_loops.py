@@ -52,6 +52,8 @@ class BackwardLoops:
         is_paddle = self._name == "paddle"
         kind = self._framework.optimizer if is_paddle else self._framework.optim
         after_init(kind.Optimizer, self._see_optimizer)
+        if is_paddle:  # the only one that does not call the base class' __init__()
+            after_init(kind.AdamW, self._see_optimizer)
         adapter = import_module(f"gradscaler.{self._name}")
         after_init(adapter.GradScaler, self._see_scaler)
         on_stop.callback(self._observed.remove)

@@ -40,7 +40,7 @@ def train(case):
     fw.manual_seed(0)
     net = Net(case == "rectified")
     if IS_PADDLE:
-        optimizer = fw.optimizer.Adam(1e-2, parameters=net.parameters())
+        optimizer = fw.optimizer.AdamW(1e-2, parameters=net.parameters())
         scaler = adapter.GradScaler(enable=case == "scaled")
     else:
         optimizer = fw.optim.Adam(net.parameters(), lr=1e-2)
