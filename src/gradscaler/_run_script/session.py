@@ -81,6 +81,7 @@ class Session:
         after_init(GradScaler, self._see_scaler)
         load = unfit_states.noting(torch.nn.Module.load_state_dict)
         replace(torch.nn.Module, "load_state_dict", load)
+        on_stop.callback(unfit_states.places.clear)
         if any(map(is_theirs, in_memory(torch.amp.GradScaler))):
             self._see_theirs()
         _leave_children_alone()
@@ -111,7 +112,10 @@ class Session:
         return os.getpid() != self._process or self._num_runs >= MOST_RUNS
 
     def _see_optimizer(self, optimizer: Optimizer) -> None:
-        if self._is_off or _held_by([optimizer]) <= self._known:
+        if _held_by([optimizer]) <= self._known:
+            return
+        if self._is_off:
+            self._end_last()
             return
         if not self._new or self._waits:
             self._waits = False
@@ -119,6 +123,13 @@ class Session:
             self._lines.start()
             backward_calls.listen(self)
         self._new[optimizer] = None
+
+    def _end_last(self) -> None:
+        """End the last run that is watched, as its monitor would hear the next one's passes."""
+        if os.getpid() == self._process and self._runs:
+            self._end_runs()
+            self._options.latest = None
+            say(f"no more runs are watched, as there were {MOST_RUNS} in this process.")
 
     def _see_fastai(self) -> None:
         after_init(fastai.own_optimizer(), self._see_optimizer)

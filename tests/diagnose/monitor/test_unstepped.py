@@ -199,7 +199,7 @@ def test_finite_losses_that_no_step_follows_are_counted(path):
             training.optimizer.step()
 
     monitor, _ = watched(training, step, path)
-    assert "no step after step 6: 54 backward passes followed" in monitor.verdict.text
+    assert "no step after step 6: 54 calls of backward() followed" in monitor.verdict.text
 
 
 def test_an_inf_in_the_batch_that_the_loss_does_not_show_is_told_with_its_row(path):

@@ -185,6 +185,8 @@ _FINE = "Nothing needs fixing."
 
 def _nothing(evidence: Evidence) -> str:
     """The action if nothing is unusual; it names parameters that never had a gradient."""
+    if evidence.ended is not None:
+        return "What came later was not judged."
     learned = _FINE if evidence.has_scaler else whether_it_learns(evidence)
     if evidence.sample is None and learned == _FINE:
         if evidence.steps <= SHORT:

@@ -142,9 +142,12 @@ def _clipped(evidence: Evidence) -> str | None:
 
 
 def _guessed(evidence: Evidence, latest: float) -> str | None:
-    """A hint if a cross entropy stays where a guess is."""
+    """A hint if a cross entropy stays where a guess is.
+
+    That of two classes is left out: the networks of a GAN in balance guess.
+    """
     chance = evidence.sample and evidence.sample.chance
-    if not chance or abs(latest - chance) > NEAR_CHANCE * chance:
+    if not chance or chance <= math.log(2) or abs(latest - chance) > NEAR_CHANCE * chance:
         return None
     return (
         f"and it stays at {chance:.3g}, that of a guess among {math.exp(chance):.0f} classes. If "

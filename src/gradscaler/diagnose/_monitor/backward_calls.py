@@ -45,6 +45,8 @@ def listen(listener: BackwardListener) -> None:
 def ignore(listener: BackwardListener) -> None:
     """Tell an object of no more backward passes."""
     _listeners.discard(listener)
+    if not _listeners:  # another watch may begin in another thread
+        _trains.clear()
     torch: Any = sys.modules["torch"]
     is_ours = getattr(torch.autograd.backward, "__wrapped__", None) in _replaced
     if not _listeners and is_ours:  # else another tool has wrapped ours, which stays
@@ -98,7 +100,6 @@ def _tell_before(losses: Sequence[Tensor]) -> list[BackwardListener]:
 def _end_if_in_threads() -> None:
     """End all watches before a second thread trains: its backward pass writes what they read."""
     if not _listeners:
-        _trains.clear()
         return
     own = threading.current_thread()
     if any(each is not own and each.is_alive() for each in _trains):

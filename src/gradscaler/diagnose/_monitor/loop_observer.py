@@ -350,7 +350,7 @@ class LoopObserver(EagerObserver):
     def _report_last(self) -> None:
         """Report the end of the run, if the script has taken no step in it."""
         if self._num_unstepped >= UNSTEPPED_LOSSES * self._most_passes > 0:
-            followed = f"{self._num_unstepped} backward passes followed, which were finite"
+            followed = f"{self._num_unstepped} calls of backward() followed"
             self.log.break_off(f"{followed}, and the script took no step")
         last = self.log.history[-1] if self.log.history else None
         if last is not None and last.skipped and self.log.stuck_streak is None:
