@@ -147,11 +147,9 @@ class FunctionLoops:
         *finite, is_same = self._look([leaf for _, leaf in leaves], pairs)
         # A number is a loss or a metric; only a model of numbers alone has parameters of that kind.
         has_arrays = any(leaf.ndim for _, leaf in leaves)
-        bad = [
-            (path, leaf)
-            for (path, leaf), is_finite in zip(leaves, finite, strict=True)
-            if not is_finite and (leaf.ndim or not has_arrays)
-        ]
+        all_bad = [pair for pair, is_ok in zip(leaves, finite, strict=True) if not is_ok]
+        nonfinite = [leaf for _, leaf in all_bad]
+        bad = [(path, leaf) for path, leaf in all_bad if leaf.ndim or not has_arrays]
         again = update_wrapper(partial(watched.of, **kwargs), watched.users, updated=())
         run = self._runs.open[watched.key]
         is_left_out = bool(is_same) and self._is_left_out(watched, run, again, args)
@@ -163,7 +161,7 @@ class FunctionLoops:
             if _place(path, results)[0] not in kept and path not in states
         ]
         run.record(
-            self._loss_in(leaves, others),
+            self._loss_in(leaves, others, nonfinite, watched.of is watched.function),
             self._named(bad, watched, args, results) if bad and not is_left_out else {},
             (lambda: (again, *args)) if is_there and not is_left_out else None,
         )
@@ -220,12 +218,20 @@ class FunctionLoops:
             return None
         return None if found is None or found.dtype == "float16" else found
 
-    def _loss_in(self, leaves: list[tuple[Any, Array]], others: list[Array]) -> Array | None:
-        """The number that is named a loss, else the first one among others; None if none is."""
+    def _loss_in(
+        self, leaves: list[tuple[Any, Array]], others: list[Array], bad: list[Array], is_first: bool
+    ) -> Array | None:
+        """The number that is named a loss, else the only one among others; None if none is.
+
+        Of several without such a name, one may be a metric. The first is taken if it is known to
+        be the loss, and else one that is not finite.
+        """
         keystr = self._jax.tree_util.keystr
-        named = (leaf for path, leaf in leaves if "loss" in keystr(path).lower())
-        numbers = (leaf for leaf in (*named, *others) if not leaf.ndim)
-        return next(numbers, None)
+        named = [leaf for path, leaf in leaves if "loss" in keystr(path).lower() and not leaf.ndim]
+        numbers = named or [leaf for leaf in others if not leaf.ndim]
+        if named or is_first or len(numbers) == 1:
+            return next(iter(numbers), None)
+        return next((leaf for leaf in numbers if any(leaf is each for each in bad)), None)
 
     def _named(
         self, leaves: list[tuple[Any, Array]], watched: _Watched, args: Any, results: Any

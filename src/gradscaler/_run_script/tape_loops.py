@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -513,12 +514,19 @@ def _flags(variables: Sequence[Variable]) -> Tensor:
 
 
 def _loss_in(results: Any) -> Tensor | None:
-    """The loss among the results of a function: by its name, else the first number."""
+    """The loss among the results of a function: by its name, else the only number.
+
+    Of several without such a name, one may be a metric. One that is not finite is taken.
+    """
+    named: list[Any] = []
     if isinstance(results, Mapping):
-        results = [results[name] for name in sorted(results, key=lambda name: "loss" not in name)]
-    leaves = _tensorflow().nest.flatten(results)
-    numbers = (each for each in leaves if hasattr(each, "dtype") and not each.shape.rank)
-    return next((each for each in numbers if each.dtype.is_floating), None)
+        named = [results[name] for name in results if "loss" in name]
+    leaves = _tensorflow().nest.flatten(named or results)
+    numbers = [each for each in leaves if hasattr(each, "dtype") and not each.shape.rank]
+    numbers = [each for each in numbers if each.dtype.is_floating]
+    if named or len(numbers) == 1:
+        return next(iter(numbers), None)
+    return next((each for each in numbers if not math.isfinite(each)), None)
 
 
 def _divides(optimizer: Optimizer, method: str) -> bool:

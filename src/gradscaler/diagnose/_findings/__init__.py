@@ -101,6 +101,8 @@ def _normal(evidence: Evidence) -> Finding:
     text = f"{evidence.skipped or 'None'} of {steps} {were} skipped"
     if not evidence.has_scaler:
         text = f"None of {steps} had a gradient of NaN or Inf"
+        if _is_blind(evidence):
+            text = f"No Inf or NaN was seen in {steps}"
         if evidence.skipped:
             text = f"{evidence.are_skipped.capitalize()}{evidence.no_step_since}"
     if evidence.skipped and evidence.is_elsewhere:
@@ -180,6 +182,12 @@ def _at_lowest(evidence: Evidence) -> tuple[int, ...]:
     return tuple(step.step for step in evidence.past if step.skipped and step.scale <= lowest)
 
 
+def _is_blind(evidence: Evidence) -> bool:
+    """Whether neither gradients nor losses were seen, as of a compiled step with other results."""
+    has_loss = any(step.loss is not None for step in evidence.past)
+    return not evidence.has_scaler and evidence.sample is None and not has_loss
+
+
 _FINE = "Nothing needs fixing."
 
 
@@ -187,6 +195,8 @@ def _nothing(evidence: Evidence) -> str:
     """The action if nothing is unusual; it names parameters that never had a gradient."""
     if evidence.ended is not None:
         return "What came later was not judged."
+    if _is_blind(evidence):
+        return "Neither gradients nor losses were seen, so nothing else was judged."
     learned = _FINE if evidence.has_scaler else whether_it_learns(evidence)
     if evidence.sample is None and learned == _FINE:
         if evidence.steps <= SHORT:
