@@ -31,11 +31,8 @@ class Event(Enum):
     LOSSLESS = "lossless", "iterations", "calls"  # an eager scaler stepped without a scaled loss
     MIXED = "mixed", "observer", "calls"  # a step used gradients of which a part was unscaled
     REPEATED = "repeated", "observer", "calls"  # the optimizer stepped beside its scaler
-    KEPT = (
-        "kept",
-        "loop_observer",
-        "evidence",
-    )  # those of a step that a script left out were not zeroed
+    # The gradients of a step that a script left out were not zeroed.
+    KEPT = "kept", "loop_observer", "evidence"
     # Gradients that a step had used were added to: at the module of the optimizer, too.
     UNZEROED = "unzeroed", "iterations", "calls"
 
@@ -55,11 +52,8 @@ class Event(Enum):
     # Losses, at samples; at an operation and its line, or at parameters, too.
     NEGATIVE = "negative", "scaled_losses", "loss_graphs"  # never so for targets as they should be
     BY_HAND = "by_hand", "scaled_losses", "evidence"  # multiplied by a power of 2 from 256 on
-    ABSORBED = (
-        "absorbed",
-        "scaled_losses",
-        "loss_graphs gradient_values",
-    )  # a float16 divisor was Inf
+    # A float16 divisor was Inf.
+    ABSORBED = "absorbed", "scaled_losses", "loss_graphs gradient_values"
     ENDED = "ended", "scaled_losses", "loss_graphs"  # it is 0, and each way from it ends
     TWICE = "twice", "scaled_losses", "loss_graphs"  # it takes probabilities for logits
     ACROSS = "across", "scaled_losses", "loss_graphs"  # log-probabilities over the batch
