@@ -4,6 +4,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import gradscaler
 from gradscaler.diagnose import read_run
@@ -85,3 +86,20 @@ def test_a_number_that_the_next_step_takes_is_no_loss(tmp_path):
     (file,) = tmp_path.iterdir()
     # At the first step it is not known yet.
     assert list(read_run(file).losses.values()) == losses[1:]
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_of_several_numbers_the_one_that_is_named_so_is_the_loss(tmp_path, is_named):
+    def step(weights):
+        loss, gradients = jax.value_and_grad(lambda w: jnp.sum(w * w))(weights)
+        numbers = {"accuracy": jnp.float32(0.5), "loss" if is_named else "mse": loss}
+        return weights - 0.1 * gradients, numbers
+
+    with gradscaler.watch(tmp_path) as watch:
+        weights, take = jnp.ones(3), jax.jit(step)
+        for _ in range(3):
+            weights, numbers = take(weights)
+    (file,) = tmp_path.iterdir()
+    losses = list(read_run(file).losses.values())
+    assert losses[-1:] == ([float(numbers["loss"])] if is_named else [])
+    assert ("Neither gradients nor losses were seen" in watch.verdict.text) != is_named

@@ -1,11 +1,13 @@
 """``gradscaler.watch()`` does what ``gradscaler run`` does, from inside, and undoes it."""
 
 import sys
+import threading
 
 import pytest
 import torch
 
 import gradscaler
+from gradscaler._run_script.options import MOST_RUNS
 from gradscaler.diagnose import read_run
 from tests.support import programs
 
@@ -150,3 +152,25 @@ def test_a_loss_that_an_earlier_scaler_scales_is_not_taken_for_one_without_a_sca
     assert (ended.returncode, ended.stdout) == (0, "None\n")
     assert said.count("a GradScaler that was made before gradscaler.watch()") == 1
     assert "gradscaler: after 3 steps: " in said
+
+
+def test_the_last_run_that_is_watched_ends_where_another_would_begin(tmp_path):
+    with gradscaler.watch(tmp_path) as watch:
+        for _ in range(MOST_RUNS):
+            train(*network(), steps=2)
+        assert watch.verdict is not None
+        train(*network())
+        assert watch.verdict is None
+    runs = [read_run(file) for file in tmp_path.iterdir()]
+    assert [run.num_steps for run in runs] == [2] * MOST_RUNS
+
+
+def test_a_second_watch_sees_a_training_in_another_thread(tmp_path):
+    with gradscaler.watch(tmp_path):
+        train(*network())
+    with gradscaler.watch(tmp_path) as watch:
+        thread = threading.Thread(target=lambda: train(*network()))
+        thread.start()
+        thread.join()
+        (finding,) = watch.verdict.findings
+    assert finding.line.startswith("tests/torch/run_script/test_watch.py:")
