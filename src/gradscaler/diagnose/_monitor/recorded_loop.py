@@ -9,7 +9,6 @@ from gradscaler.diagnose._gradients.reading import inspect, read
 from gradscaler.diagnose._monitor.recorder import RecordedStep, Recorder
 from gradscaler.diagnose._monitor.replay import Replay
 from gradscaler.diagnose._monitor.step_log import MOST_NONFINITE
-from gradscaler.diagnose._monitor.traced_scalers import ScalerState
 from gradscaler.diagnose._record.lines import BadStep
 from gradscaler.diagnose._record.located import Located
 
@@ -44,17 +43,11 @@ class RecordedLoop(Recorder):
     is_left_out = False
 
     def _add(
-        self,
-        step: RecordedStep,
-        state: ScalerState,
-        named: dict[str, Array] | None,
-        replay: Replay | None,
-        is_due: bool,
-        inspects: bool,
+        self, step: RecordedStep, named: dict[str, Array] | None, replay: Replay | None
     ) -> None:
         """Add a step, and report it if its gradients are not finite."""
         bad = {name: each for name, each in (named or {}).items() if read(each).bad}
-        super()._add(step, state, named, None if bad else replay, is_due, inspects)
+        super()._add(step, named, None if bad else replay)
         if bad:
             found = inspect(bad)
             listed, more = found[:MOST_NONFINITE], len(found[MOST_NONFINITE:])

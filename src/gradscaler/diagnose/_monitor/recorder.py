@@ -20,7 +20,12 @@ from gradscaler.policies import Scalar
 
 @dataclass
 class RecordedStep:
-    """A step, and the scaler before and after it."""
+    """A step, and the scaler before and after it.
+
+    Attributes:
+        is_sampled: whether its gradients are measured.
+        is_inspected: whether its gradients are inspected if they hold an Inf or a NaN.
+    """
 
     number: int
     after: ScalerState
@@ -28,6 +33,8 @@ class RecordedStep:
     growth_interval: float = 1
     loss: Scalar | None = None
     nonfinite: tuple[NonfiniteGradient, ...] | None = None
+    is_sampled: bool = False
+    is_inspected: bool = False
 
     @property
     def is_skipped(self) -> bool:
@@ -79,31 +86,26 @@ class Recorder(StepSource):
             state = replace(state, finite=finite)
         last = self._steps[-1]
         step = RecordedStep(last.number + 1, state, last.after, self._growth_interval, loss)
-        is_due = is_sampled(step.number, self.every, self.log.num_before)
-        inspects = self.forensics > 0 and gradients is not None
-        named = self._named(gradients) if gradients is not None and (is_due or inspects) else None
+        step.is_sampled = is_sampled(step.number, self.every, self.log.num_before)
+        step.is_inspected = self.forensics > 0 and gradients is not None
+        is_read = gradients is not None and (step.is_sampled or step.is_inspected)
+        named = self._named(gradients) if is_read else None
         self.parameters.latest = parameters
         try:  # without the guard's lock, as a replay may start threads that are watched
-            self._add(step, state, named, replay, is_due, inspects)
+            self._add(step, named, replay)
         except Exception as error:
             guard.handle(error)
 
     def _add(
-        self,
-        step: RecordedStep,
-        state: ScalerState,
-        named: dict[str, Array] | None,
-        replay: Replay | None,
-        is_due: bool,
-        inspects: bool,
+        self, step: RecordedStep, named: dict[str, Array] | None, replay: Replay | None
     ) -> None:
         """Add a step, and read what is due."""
         # From here on the step counts, even if an interrupt stops the rest.
         unread = (each for each in self._steps if each.number > self.log.counts.step)
         self._steps = [*unread, step]
         is_late = self.log.is_write_due or len(self._steps) > HISTORY_LENGTH
-        must_know = replay is not None and self._replays.must_know(state.scale)
-        if not (is_due or inspects or is_late or must_know):
+        must_know = replay is not None and self._replays.must_know(step.after.scale)
+        if not (step.is_sampled or step.is_inspected or is_late or must_know):
             return
         self._add_to(self.log, self._steps[:-1])
         if named is not None and self._inspects_next_skip and step.is_skipped:
@@ -113,7 +115,7 @@ class Recorder(StepSource):
             self._replays.see_latest(replay)
             self.located = self._replays.located
         latest = self.log.history[-1]
-        if is_due:
+        if step.is_sampled:
             measured = [] if named is None else [measure(named, self.dtype, latest.scale, False)]
             self.log.add_sample(latest.loss, **fields_of(measured))
         elif is_late:
