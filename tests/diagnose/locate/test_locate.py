@@ -365,19 +365,22 @@ def test_a_lazy_module_must_have_been_called_before(module):
 # Hooks in a training that runs anyway.
 
 
-def test_hooks_locate_from_their_start_to_their_stop():
-    model = seq(Times(), Times(INF))
-    hooks = ModuleHooks(model)
-    model(ones())
-    assert hooks.located is None
-    hooks.start()
+def seen_by_hooks(model, is_started=True):
+    """The modules of the tensors that hooks see in a call of a model."""
+    hooks, seen = ModuleHooks(model), []
+    hooks.see_output = lambda tensor, module: seen.append(module)
+    if is_started:
+        hooks.start()
     model(ones())
     hooks.stop()
-    assert named(hooks.located) == ("forward", "1")
-    model[1].factors = 1, 1
-    hooks.start()
     model(ones())
-    assert hooks.located is None  # the earlier one is forgotten
+    return seen
+
+
+def test_hooks_see_outputs_from_their_start_to_their_stop():
+    model = seq(Times(), Times())
+    assert seen_by_hooks(model, is_started=False) == []
+    assert seen_by_hooks(model) == ["0", "1", ""]
 
 
 @pytest.mark.parametrize(
@@ -390,11 +393,7 @@ def test_hooks_locate_from_their_start_to_their_stop():
     ids=["a sequence", "a mapping", "a dataclass"],
 )
 def test_hooks_see_the_tensors_in_any_structure(function):
-    model = one(function)
-    hooks = ModuleHooks(model)
-    hooks.start()
-    model(ones())
-    assert named(hooks.located) == ("forward", "bad")
+    assert seen_by_hooks(one(function)) == ["bad", ""]
 
 
 def test_hooks_hand_every_tensor_on_as_it_is():

@@ -82,7 +82,7 @@ class CutOff:
             self.stop()  # the step before may have raised an error
             self.is_looking = self._watch.look(step, self._see)
 
-    def _see_output(self, output: Tensor, module: str, _: str) -> None:
+    def _see_output(self, output: Tensor, module: str) -> None:
         if not output.requires_grad and _is_in_checkpoint():
             self._checkpointed.add(module)
         is_in_graph = output.requires_grad or module in self._checkpointed

@@ -102,7 +102,7 @@ class FailureWatch:
                 self._budget.begin(self._next)
             self.step, self._is_whole = step, True
 
-    def look(self, step: int, see_output: Callable[[Tensor, str, str], None]) -> bool:
+    def look(self, step: int, see_output: Callable[[Tensor, str], None]) -> bool:
         """Give the outputs of a step's modules to ``see_output``.
 
         Returns:
@@ -175,7 +175,7 @@ class FailureWatch:
     def _in_watch(self, step: Step) -> Located | None:
         """The operation that a watch of a step found."""
         is_read = self._finds_operations and self.step == step.step and self._is_whole
-        if not is_read or self._hooks is None:
+        if not is_read or not isinstance(self._hooks, _Operations):
             return None
         # A failure that a lower scale may fix is not reported before there is a verdict.
         is_told = self._log.has_failed(step) or self._log.stuck_streak is not None
