@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from types import FrameType
+from traceback import walk_stack
 from typing import Any, Protocol
 
 from gradscaler.diagnose._graph.guard import guarded
@@ -79,13 +79,9 @@ def remove_unless_stepping(handles: list[Handle]) -> None:
     It raises an error if one is removed then. The hooks that stay must do nothing any more.
     """
     file = sys.modules["torch.optim.optimizer"].__file__
-    for frame in sys._current_frames().values():
-        each: FrameType | None = frame
-        while each is not None:
-            if each.f_code.co_filename == file:
-                return
-            each = each.f_back
-    remove_all(handles)
+    stacks = map(walk_stack, sys._current_frames().values())
+    if not any(frame.f_code.co_filename == file for stack in stacks for frame, _ in stack):
+        remove_all(handles)
 
 
 def remove_all(handles: list[Handle]) -> None:

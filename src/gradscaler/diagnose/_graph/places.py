@@ -157,7 +157,7 @@ def _owner_elsewhere(tensor: Tensor) -> tuple[Site, str] | None:
 
     if not isinstance(tensor, torch.nn.Parameter) or id(tensor) in _ownerless:
         return None
-    every = _in_memory(torch.nn.Module)
+    every = in_memory(torch.nn.Module)
     found = [(each, n) for each in every for n, p in each.named_parameters() if p is tensor]
     if not found:
         _ownerless[id(tensor)] = tensor
@@ -174,14 +174,14 @@ def _outermost(frames: Sequence[Frame]) -> str:
     kinds: list[type] = list(_below(torch.nn.Module)) if passes else []
     for frame in passes:
         for kind in kinds:
-            if _has_line(kind, frame) and any(map(_has_tensors, _in_memory(kind))):
+            if _has_line(kind, frame) and any(map(_has_tensors, in_memory(kind))):
                 return kind.__name__
     return ""
 
 
-def _in_memory(kind: type) -> list[Module]:
-    """The modules of a class in memory; isinstance() would run code of proxies."""
-    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+def in_memory(kinds: Any) -> list[Any]:
+    """The objects in memory of classes; isinstance() would run code of proxies."""
+    return [each for each in gc.get_objects() if issubclass(type(each), kinds)]
 
 
 def _below(kind: type) -> Iterator[type]:

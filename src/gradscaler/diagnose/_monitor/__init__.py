@@ -21,7 +21,6 @@ from gradscaler.diagnose._findings.evidence import min_scale_of
 from gradscaler.diagnose._findings.frameworks import framework_named
 from gradscaler.diagnose._gradients.reading import Tensor
 from gradscaler.diagnose._graph.guard import guard
-from gradscaler.diagnose._monitor.disabled import DisabledScaler
 from gradscaler.diagnose._monitor.fit_batches import FitBatches
 from gradscaler.diagnose._monitor.loop_observer import LoopObserver
 from gradscaler.diagnose._monitor.models import one_model
@@ -212,7 +211,7 @@ class Monitor:
         _check(scaler, model, is_eager)
         model = one_model(model)
         is_given = has_scaler or is_recorded_loop
-        self._scaler = scaler if is_given else PlainLoop(model, optimizers)
+        self._scaler = scaler if is_given else PlainLoop(model, optimizers, is_loop)
         scaler = self._scaler
         rank, self._world_size = _rank_and_world_size()
         is_enabled = not is_eager or scaler.observed.is_enabled
@@ -239,7 +238,6 @@ class Monitor:
             self._source = source(scaler, self._framework, model, self._log, *settings)
             if isinstance(self._source, LoopObserver) and dtype is None:
                 self._source.dtype_seen = partial(self._restart, file, start)
-            self._disabled = DisabledScaler(self._log) if is_loop else None
             self._is_open = True
             guard.add(self)
             self._process: int | None = os.getpid()
@@ -440,8 +438,6 @@ class Monitor:
 
     def _finish(self) -> None:
         try:
-            if self._disabled is not None:
-                self._disabled.stop()
             self._log.close()
         finally:  # closing may raise where warnings are errors
             self._is_open = False

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from types import FrameType
+from inspect import currentframe
+from traceback import walk_stack
 
 from gradscaler.diagnose._findings.gradient_values import BLOCKS, CHECKPOINT, CUT, ENDED
 from gradscaler.diagnose._gradients.reading import Tensor, largest, largest_of
@@ -163,10 +163,8 @@ class CutOff:
 
 def _is_in_checkpoint() -> bool:
     """Whether a checkpoint of PyTorch called the present module, without a graph."""
-    frame: FrameType | None = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__") != _CHECKPOINT:
-        frame = frame.f_back
-    return frame is not None
+    frames = (frame for frame, _ in walk_stack(currentframe()))
+    return any(frame.f_globals.get("__name__") == _CHECKPOINT for frame in frames)
 
 
 def _note_slope(

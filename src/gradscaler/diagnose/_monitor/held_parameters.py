@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import operator
 import os
@@ -16,11 +15,13 @@ from numpy.typing import NDArray
 
 from gradscaler.diagnose._gradients.arrays import local, sample_of
 from gradscaler.diagnose._gradients.reading import Tensor, largest
+from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._monitor.gradient_mark import Mark, is_unchanged, mark_of
 from gradscaler.diagnose._monitor.parameters import (
     OptimizersParameters,
     groups_of,
     has_stepped,
+    held_by,
 )
 from gradscaler.diagnose._record.lines import UNOWNED, Optimizers
 from gradscaler.diagnose._record.thresholds import RATE_JUMPED
@@ -83,7 +84,7 @@ class HeldParameters:
         """
         if id(optimizer) not in self._stepped:
             return None
-        held = [p for group in groups_of(optimizer) for p in group["params"]]
+        held = list(held_by(optimizer))
         if not any(getattr(p, "requires_grad", True) for p in held):
             return "frozen"
         was_own = self._model is not None and self.names[id(optimizer)] != UNOWNED
@@ -237,8 +238,8 @@ def _has_new_schedule(optimizer: object) -> bool:
     schedules = getattr(sys.modules.get("torch.optim.lr_scheduler"), "LRScheduler", ())
     own = [
         getattr(each, "last_epoch", 0)
-        for each in gc.get_objects()
-        if issubclass(type(each), schedules) and getattr(each, "optimizer", None) is optimizer
+        for each in in_memory(schedules)
+        if getattr(each, "optimizer", None) is optimizer
     ]
     return bool(own) and max(own) <= 1
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from typing import NamedTuple
 from gradscaler.diagnose._gradients.arrays import has_numbers
 from gradscaler.diagnose._gradients.reading import Tensor, inspect
 from gradscaler.diagnose._graph.call_site import Node
-from gradscaler.diagnose._graph.nodes import is_leaf, nodes_from
+from gradscaler.diagnose._graph.nodes import in_order, is_leaf, nodes_from
 from gradscaler.diagnose._graph.watch import GraphWatch
 from gradscaler.diagnose._monitor.gradient_check import (
     Glance,
@@ -23,9 +24,9 @@ from gradscaler.diagnose._monitor.gradient_check import (
 from gradscaler.diagnose._monitor.host_copy import HostCopy
 from gradscaler.diagnose._monitor.iterations import Iteration
 from gradscaler.diagnose._monitor.observer import EagerObserver, closes_if_asked
-from gradscaler.diagnose._monitor.parameters import groups_of
-from gradscaler.diagnose._monitor.step_log import MOST_NONFINITE, StepLog
-from gradscaler.diagnose._record.events import Event
+from gradscaler.diagnose._monitor.parameters import held_by
+from gradscaler.diagnose._monitor.step_log import MANY_CALLS, MOST_NONFINITE, StepLog
+from gradscaler.diagnose._record.events import Counted, Event
 from gradscaler.diagnose._record.lines import BadStep
 from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._record.thresholds import UNSTEPPED_LOSSES
@@ -83,6 +84,7 @@ class LoopObserver(EagerObserver):
         self._changes: int | None = None  # of the parameters, up to a backward pass that failed
         self._evaluated: list[Tensor] = []  # losses of the running step of an optimizer
         self._has_gradients = False  # whether the running step has seen any; it may zero them
+        self._in_float16: list[Counted] = []  # losses, though the scaler is disabled
 
     @closes_if_asked
     def scaled(self, outputs: Tensor, /) -> None:
@@ -90,12 +92,25 @@ class LoopObserver(EagerObserver):
         super().scaled(outputs)
         losses, self._root = self._iterations.latest.losses, outputs.grad_fn
         self._num_roots += 1
+        if self.scaler.has_scaler:
+            self._see_disabled(outputs)
         if self._is_in_step:
             self._evaluated += losses[-1:]
         if outputs.device.type == "cpu":
             self._graphs.retain(outputs)
         elif losses and not isinstance(losses[-1], HostCopy):
             losses[-1] = HostCopy(losses[-1])
+
+    def _see_disabled(self, loss: Tensor) -> None:
+        """Note one of the first losses if it was computed in float16, without a loss scale.
+
+        The graph of a loss shows what autocast chose, so the model needs no hook, which would be
+        saved and scripted with it.
+        """
+        iteration = self._iterations.latest
+        if iteration.is_first and iteration.num_losses <= MANY_CALLS and _has_float16(loss):
+            self._in_float16.append(Counted(Event.DISABLED))
+            self.log.note_early(self._in_float16)
 
     @closes_if_asked
     def backward_ended(self) -> None:
@@ -180,7 +195,7 @@ class LoopObserver(EagerObserver):
         """Check the gradients if no backward pass was seen to make them."""
         is_new = self._has_new(optimizer)
         super().stepping(optimizer, None)
-        self._has_gradients = _any_gradient(_held_by(optimizer))
+        self._has_gradients = _any_gradient(held_by(optimizer))
         iteration = self._iterations.latest
         if is_new or not self._is_checked:
             self._check(iteration)
@@ -251,7 +266,7 @@ class LoopObserver(EagerObserver):
 
     def outcome_of(self, optimizer: object) -> StepOutcome:
         """The outcome of a step that is done."""
-        if not (self._has_gradients or _any_gradient(_held_by(optimizer))):
+        if not (self._has_gradients or _any_gradient(held_by(optimizer))):
             return StepOutcome(1.0, False, "no_gradients")
         outcome = StepOutcome(1.0, False, "disabled")  # loss scaling is
         if self._failure is not None and self._is_applied(self._named(optimizer)):
@@ -363,10 +378,6 @@ class LoopObserver(EagerObserver):
         return False  # there is no scaler whose state could be missing
 
 
-def _held_by(optimizer: object) -> Iterator[Tensor]:
-    return (p for group in groups_of(optimizer) for p in group["params"])
-
-
 def _any_gradient(parameters: Iterable[Tensor]) -> bool:
     return any(p.grad is not None for p in parameters)
 
@@ -374,6 +385,14 @@ def _any_gradient(parameters: Iterable[Tensor]) -> bool:
 def _has_any(gradient: Tensor | None) -> bool:
     """Whether a gradient has an element other than 0."""
     return gradient is not None and bool(elements_of(gradient).any())
+
+
+def _has_float16(loss: Tensor) -> bool:
+    """Whether an operation in the graph of a loss made float16."""
+    with suppress(Exception):
+        made = (each for node in in_order(loss) for each in node._input_metadata)
+        return any(str(each.dtype) == "torch.float16" for each in made)
+    return False
 
 
 def _with_numbers(parameters: dict[str, Tensor]) -> dict[str, Tensor]:

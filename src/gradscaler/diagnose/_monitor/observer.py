@@ -9,8 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
-from itertools import repeat
-from types import FrameType
+from itertools import chain, repeat
+from traceback import walk_stack
 from typing import SupportsFloat, TypeVar
 
 from gradscaler.diagnose._gradients.arrays import alone, has_numbers, local
@@ -373,14 +373,11 @@ class EagerObserver(StepSource):
         """
         calls = None if self._graphs is None else self._graphs.ungraphed.calls
         own = self, *([] if calls is None else [calls, calls.mode])
-        for frame in sys._current_frames().values():
-            each: FrameType | None = frame
-            while each is not None:
-                if each.f_code in _CALLS or each.f_code.co_name == "__torch_function__":
-                    owner = each.f_locals.get("self")
-                    if owner is not None and any(owner is one for one in own):
-                        return True
-                each = each.f_back
+        for frame, _ in chain.from_iterable(map(walk_stack, sys._current_frames().values())):
+            if frame.f_code in _CALLS or frame.f_code.co_name == "__torch_function__":
+                owner = frame.f_locals.get("self")
+                if owner is not None and any(owner is one for one in own):
+                    return True
         return False
 
     def _end(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, compress
 from typing import Any
@@ -180,6 +180,11 @@ def groups_of(optimizer: Any) -> Sequence[Mapping[str, Any]]:
     if not groups or not isinstance(groups[0], dict):
         return [{"params": getattr(optimizer, "_parameter_list", None) or ()}]
     return groups  # type: ignore[no-any-return]
+
+
+def held_by(optimizer: Any) -> Iterator[Any]:
+    """The parameters of an optimizer, of all groups."""
+    return (p for group in groups_of(optimizer) for p in group["params"])
 
 
 def has_stepped(optimizer: object) -> bool:

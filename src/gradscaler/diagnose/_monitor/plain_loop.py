@@ -18,7 +18,7 @@ from gradscaler.diagnose._graph.hooks import (
 from gradscaler.diagnose._monitor import backward_calls
 from gradscaler.diagnose._monitor.by_identity import ByIdentity
 from gradscaler.diagnose._monitor.gradient_check import total_norm
-from gradscaler.diagnose._monitor.parameters import groups_of
+from gradscaler.diagnose._monitor.parameters import held_by
 from gradscaler.outcome import Observer, StepOutcome
 
 Optimizer = Any
@@ -48,6 +48,7 @@ class PlainLoop:
     Args:
         model: the model. An optimizer is watched if it holds one of the model's parameters.
         optimizers: the optimizers to watch; None for all that hold the model's parameters.
+        has_scaler: whether the script has a scaler, which is disabled and announces nothing.
 
     Attributes:
         scale: 1.
@@ -56,7 +57,10 @@ class PlainLoop:
 
     scale, is_enabled, policy = 1.0, True, None
 
-    def __init__(self, model: Any, optimizers: Iterable[Optimizer] | None) -> None:
+    def __init__(
+        self, model: Any, optimizers: Iterable[Optimizer] | None, has_scaler: bool = False
+    ) -> None:
+        self.has_scaler = has_scaler
         given = None if optimizers is None else list(optimizers)
         self._given = None if given is None else ByIdentity[None](given)
         self._model = model
@@ -91,7 +95,7 @@ class PlainLoop:
 
     def total_norm(self, optimizer: Optimizer) -> float:
         """The 2-norm of an optimizer's gradients as they are; waits for the device."""
-        return total_norm(p for group in groups_of(optimizer) for p in group["params"])
+        return total_norm(held_by(optimizer))
 
     def add_observer(self, observer: BackwardObserver) -> None:
         """Announce all calls to an observer from now on."""
@@ -170,6 +174,6 @@ class PlainLoop:
             return optimizer in self._given
         if optimizer not in self._is_own:
             own = self._first.union(map(id, self._model.parameters()))  # layers may be replaced
-            held = (p for group in groups_of(optimizer) for p in group["params"])
+            held = held_by(optimizer)
             self._is_own[optimizer] = any(id(p) in own and has_numbers(p) for p in held)
         return self._is_own.get(optimizer, False)

@@ -17,7 +17,7 @@ from gradscaler.diagnose._graph.hooks import (
     weakly,
 )
 from gradscaler.diagnose._monitor.gradient_mark import Mark, is_unchanged, mark_of
-from gradscaler.diagnose._monitor.parameters import groups_of
+from gradscaler.diagnose._monitor.parameters import held_by
 
 _Marks = Sequence[Mark | None]
 
@@ -85,9 +85,8 @@ class RepeatedSteps:
 
     def _watch(self, optimizer: Any) -> _Watched:
         """Watch an optimizer, if it has hooks, and a gradient of the model's."""
-        held = (p for group in groups_of(optimizer) for p in group["params"])
         own = None if self._model is None else {id(p) for p in self._model.parameters()}
-        used = [p for p in held if p.grad is not None and (own is None or id(p) in own)]
+        used = [p for p in _trained(optimizer) if own is None or id(p) in own]
         if not used or not hasattr(optimizer, "register_step_post_hook"):
             return _Watched(weakref.ref(optimizer))
         if not self._handles:  # on all optimizers, as one on this would stay on its copies
@@ -154,5 +153,4 @@ class SharedParameters:
 
 
 def _trained(optimizer: object) -> list[Any]:
-    held = (p for group in groups_of(optimizer) for p in group["params"])
-    return [p for p in held if p.grad is not None]
+    return [p for p in held_by(optimizer) if p.grad is not None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from gradscaler.diagnose._graph.nodes import (
     nodes_from,
     saved,
 )
+from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.summands import summands_of
 from gradscaler.diagnose._graph.zero_losses import end_of
 from gradscaler.diagnose._operations.operation import Role
@@ -151,12 +151,10 @@ def _chance(node: Node, name: str) -> float | None:
 
 def _name_of(parameter: Tensor) -> str:
     """A parameter by the class of the module that has it, as ``"Head.weight"``, or by its shape."""
-    base: Any = sys.modules["torch"].nn.Module
-    for each in gc.get_objects():
-        if issubclass(type(each), base):
-            for name, own in each.named_parameters(recurse=False):
-                if own is parameter:
-                    return f"{type(each).__name__}.{name}"
+    for each in in_memory(sys.modules["torch"].nn.Module):
+        for name, own in each.named_parameters(recurse=False):
+            if own is parameter:
+                return f"{type(each).__name__}.{name}"
     return f"one of shape {list(parameter.shape)}"
 
 

@@ -33,7 +33,7 @@ OnStuck = Literal["warn", "raise", "continue"]
 logger = logging.getLogger("gradscaler")
 
 MOST_NONFINITE = 10  # gradients that a line lists
-_MANY_CALLS = 10  # calls without a step that are worth a look
+MANY_CALLS = 10  # calls without a step that are worth a look
 _NONFINITE = "parameter", "state"  # kinds of findings
 _LONGEST_UNWRITTEN = 1.0  # seconds of training that the file of a killed process may lack
 
@@ -243,7 +243,7 @@ class StepLog:
         if self.num_steps:
             return
         self.counts = self.counts._replace(observed=Observations(tuple(events)))
-        if events.count(events[-1]) == _MANY_CALLS:
+        if events.count(events[-1]) == MANY_CALLS:
             self._tell(self._look(is_last=False))
 
     def note_idle(self, name: str, count: int) -> None:
@@ -254,7 +254,7 @@ class StepLog:
         step, since = self._idle
         if step != self.counts.step:
             self._idle = step, since = self.counts.step, count - 1
-        if self.num_steps and count - since == _MANY_CALLS:
+        if self.num_steps and count - since == MANY_CALLS:
             self._keep(
                 Watched(self.counts.step, calls=texts_of([Counted(Event.IDLE, name, count)]))
             )
@@ -267,12 +267,12 @@ class StepLog:
             self._stopped = replace(before, count=before.count + 1)
         else:
             self._stopped = Counted(Event.STOPPED, f"{step} {why}".rstrip())
-        if self._stopped.count == _MANY_CALLS:
+        if self._stopped.count == MANY_CALLS:
             self._tell(self._look(is_last=False))
 
     def _stop(self) -> Watched | None:
         """The line of the latest steps without a gradient; None if they are few."""
-        if self._stopped.count < _MANY_CALLS:
+        if self._stopped.count < MANY_CALLS:
             return None
         return Watched(self.counts.step, calls=texts_of([self._stopped]))
 

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from gradscaler.diagnose._monitor.models import models_in
-from gradscaler.diagnose._monitor.parameters import groups_of
+from gradscaler.diagnose._monitor.parameters import held_by
 
 
 class TrainingMode:
@@ -37,7 +37,7 @@ class TrainingMode:
         suspects = [self._models[i] for i in left]
         if not suspects:
             return False
-        held = {id(p) for group in groups_of(optimizer) for p in group["params"]}
+        held = set(map(id, held_by(optimizer)))
         return any(_depends_on_mode(each) and _is_trained(each, held) for each in suspects)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from inspect import currentframe
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -33,10 +34,6 @@ def _note(state: Mapping[str, Any], found: Any, frame: FrameType | None) -> None
     given, own = list(state), found.missing_keys
     if not given or not own or not set(given) <= set(found.unexpected_keys):
         return
-    frames = []
-    while frame is not None:
-        frames.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    line = users_line(frames)
+    line = users_line((each.f_code.co_filename, number) for each, number in walk_stack(frame))
     at = f" at {line}" if line else ""
     places.append(f"{len(given)} keys (such as {given[0]}, not {own[0]}){at}")

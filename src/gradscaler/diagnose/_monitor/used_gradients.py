@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from gradscaler.diagnose._gradients.arrays import local
 from gradscaler.diagnose._gradients.reading import Tensor
 from gradscaler.diagnose._monitor.iterations import Iteration
-from gradscaler.diagnose._monitor.parameters import groups_of
+from gradscaler.diagnose._monitor.parameters import held_by
 from gradscaler.diagnose._record.events import Event
 
 
@@ -92,6 +92,6 @@ def _always() -> None:
 
 def _one_with_gradient(optimizer: object) -> Tensor | None:
     with suppress(Exception):
-        all_of = (p for group in groups_of(optimizer) for p in group["params"])
-        return next((p for p in all_of if p.grad is not None and local(p.grad).numel()), None)
+        held = (p for p in held_by(optimizer) if p.grad is not None)
+        return next((p for p in held if local(p.grad).numel()), None)
     return None

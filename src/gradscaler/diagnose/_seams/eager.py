@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from operator import and_
+from traceback import walk_stack
 from types import FrameType
 from typing import Any, ClassVar, NamedTuple
 
@@ -341,6 +342,5 @@ def _memory_of(tensor: Tensor) -> int:
 
 
 def _frames_from(frame: FrameType | None) -> Iterator[Frame]:
-    while frame is not None:
-        yield Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        frame = frame.f_back
+    for each, line in walk_stack(frame):
+        yield Frame(each.f_code.co_filename, line, each.f_code.co_name)

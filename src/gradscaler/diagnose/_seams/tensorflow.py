@@ -11,6 +11,7 @@ from importlib import import_module
 from inspect import currentframe, unwrap
 from pathlib import Path
 from threading import Lock, get_ident
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -328,11 +329,9 @@ def _floating(values: Iterable[Any]) -> list[Tensor]:
 
 def _is_of_scaler(frame: FrameType | None) -> bool:
     """Whether a scaler of gradscaler calls an operation, such as to multiply a loss."""
-    while frame is not None:
-        place = frame.f_code.co_filename, frame.f_lineno
-        if place[0].startswith(_SCALERS):
+    for each, line in walk_stack(frame):
+        if each.f_code.co_filename.startswith(_SCALERS):
             return True
-        if users_line([place]) is not None:
+        if users_line([(each.f_code.co_filename, line)]) is not None:
             return False
-        frame = frame.f_back
     return False
