@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from gradscaler._run_script.program import program_of
-from gradscaler._run_script.tracebacks import show_from
+from gradscaler._run_script.program import program_of, show_from
 from gradscaler._run_script.watch import begin, note_end
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -16,6 +15,7 @@ from gradscaler._run_script.runs import Runs
 from gradscaler._run_script.scaler_watch import ObservedScalers, ScalerWatch
 from gradscaler._run_script.undo import on_stop, replace
 from gradscaler.diagnose._graph.guard import guarded
+from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.stand_ins import in_place_of
 from gradscaler.diagnose._locate.locate import seam_of
 from gradscaler.diagnose._monitor.models import one_model
@@ -92,16 +92,15 @@ class BackwardLoops:
 
     def _see_scaler(self, scaler: Any) -> None:
         if not self._runs.is_off and scaler.observed.is_enabled:
-            begin, end = partial(self._begin_scaled, scaler), partial(self._end_step, id(scaler))
+            begin, end = (
+                partial(self._begin_scaled, scaler),
+                partial(self._runs.end_step, id(scaler)),
+            )
             self._observed.add(scaler, ScalerWatch(begin, lambda _: None, end))
 
     def _begin_scaled(self, scaler: Any) -> None:
         if not self._runs.is_off and (self._new or id(scaler) not in self._runs.open):
             self._begin(id(scaler), scaler)
-
-    def _end_step(self, key: int) -> None:
-        if key in self._runs.open:
-            self._runs.open[key].step_ended()
 
     def _see_loss(self, loss: Tensor) -> None:
         if not self._runs.is_off:
@@ -125,8 +124,8 @@ class BackwardLoops:
 
     def _after_step(self, optimizer: Optimizer) -> None:
         self._stepping -= 1
-        if not self._stepping and _LOOP in self._runs.open:
-            self._runs.open[_LOOP].step_ended()
+        if not self._stepping:
+            self._runs.end_step(_LOOP)
 
     def _begin(self, key: int, scaler: Any) -> None:
         """Begin a run of the optimizers that were made since the latest one, which ends."""
@@ -145,7 +144,7 @@ class BackwardLoops:
         nn = self._framework.nn
         base = getattr(nn, "Layer", None) or nn.Module
         trained = {id(p) for each in optimizers for p in _parameters_of(each)}
-        every = [each for each in gc.get_objects() if issubclass(type(each), base)]
+        every = in_memory(base)
         inner = {id(child) for each in every for child in each.children()}
         outer = (each for each in every if id(each) not in inner)
         found = [each for each in outer if any(id(p) in trained for p in each.parameters())]

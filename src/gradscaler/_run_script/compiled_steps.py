@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +19,7 @@ from gradscaler._run_script.runs import Runs
 from gradscaler._run_script.undo import replace
 from gradscaler.diagnose import inspect
 from gradscaler.diagnose._graph.guard import guarded
+from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.stand_ins import in_place_of
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
 from gradscaler.diagnose._monitor.traced_scalers import number_of
@@ -157,7 +157,7 @@ class CompiledSteps:
         """A graph by its parameters; None if those of no optimizer are among them."""
         ids = set(map(id, parameters))
         trained: dict[int, Parameter] = {}
-        for optimizer in _in_memory(self._optimizers):
+        for optimizer in in_memory(self._optimizers):
             of = {id(each): each for each in optimizer.parameters}
             if any(id(each) in ids for each in optimizer.get_parameters() if id(each) not in of):
                 trained |= of
@@ -170,7 +170,7 @@ class CompiledSteps:
         """The scalers in memory whose scale moves."""
         kinds = self._mindspore.nn.TrainOneStepWithLossScaleCell, self._mindspore.amp.LossScaler
         parameter = self._mindspore.Parameter
-        return [each for each in _in_memory(kinds) if isinstance(_scale_of(each), parameter)]
+        return [each for each in in_memory(kinds) if isinstance(_scale_of(each), parameter)]
 
     def _see_call(self, again: partial[Any], made: Any) -> None:
         """Record a step after it."""
@@ -229,11 +229,6 @@ class CompiledSteps:
         elif isinstance(made, (list, tuple)):
             for each in made:
                 yield from self._numbers(each)
-
-
-def _in_memory(kinds: Any) -> list[Any]:
-    """The objects of some classes that Python's garbage collector knows."""
-    return [each for each in gc.get_objects() if issubclass(type(each), kinds)]
 
 
 def _scale_of(scaler: Any) -> Parameter:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +18,7 @@ from gradscaler._run_script.undo import replace
 from gradscaler._run_script.voice import say
 from gradscaler._run_script.watched_run import WatchedRun
 from gradscaler.diagnose._graph.guard import guarded
+from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.stand_ins import in_place_of
 from gradscaler.diagnose._locate.locate import is_locating
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
@@ -162,8 +162,7 @@ class GradientLoops:
     def _model_of(self, trained: frozenset[int]) -> Cell | None:
         """The innermost Cell in memory that holds all trained parameters."""
         if trained not in self._models:
-            kind = self._mindspore.nn.Cell
-            cells = [each for each in gc.get_objects() if issubclass(type(each), kind)]
+            cells = in_memory(self._mindspore.nn.Cell)
             held = ((each, {id(p) for p in each.get_parameters()}) for each in cells)
             found = [(len(own), each) for each, own in held if trained <= own]
             inner = min(found, key=lambda each: each[0])[1] if found else None

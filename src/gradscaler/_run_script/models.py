@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from traceback import walk_stack
 from typing import Any
 
 import torch
 from torch.nn import Module
 
-from gradscaler._run_script.variables import frames_from, variables_of
+from gradscaler._run_script.variables import variables_of
+from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._monitor.models import one_model
+from gradscaler.diagnose._monitor.parameters import held_by
 
 # A module of these packages with one child and no parameter of its own wraps a model, unless its
 # class derives from a user's, as fully_shard makes it.
@@ -27,9 +29,7 @@ def models_of(optimizers: Iterable[torch.optim.Optimizer]) -> Module | dict[str,
     looks at each object that Python's garbage collector knows, once, so it finds copies and loaded
     models, too. Tensors that are trained and in no module belong to the model.
     """
-    trained = {
-        id(p): p for each in optimizers for group in each.param_groups for p in group["params"]
-    }
+    trained = {id(p): p for each in optimizers for p in held_by(each)}
     found = [_inner(each) for each in _outermost() if _holds(each, trained)]
     models = list({id(each): each for each in found}.values())
     loose = trained.keys() - {id(p) for each in models for p in each.parameters()}
@@ -69,14 +69,8 @@ class Tensors(Module):
 
 def _outermost() -> list[Module]:
     """The modules in memory that are in no other module, except a monitor's own."""
-    types: dict[type, bool] = {}
-    modules = []
-    for each in gc.get_objects():
-        kind = type(each)  # isinstance() would run code of proxies
-        if kind not in types:
-            types[kind] = issubclass(kind, Module) and not kind.__module__.startswith("gradscaler.")
-        if types[kind] and "_modules" in vars(each):
-            modules.append(each)
+    every = (each for each in in_memory(Module) if "_modules" in vars(each))
+    modules = [each for each in every if not type(each).__module__.startswith("gradscaler.")]
     inner = {id(child) for each in modules for child in each.children()}
     return [each for each in modules if id(each) not in inner]
 
@@ -104,7 +98,8 @@ def _named(found: list[Any], taken: Collection[str] = ()) -> dict[str, Any]:
     """Models or tensors by the names of variables, else of their classes, which are not taken."""
     names: dict[int, str] = {}
     missing = {id(each) for each in found}
-    for name, value in variables_of(frames_from(sys._getframe())):
+    frames = (frame for frame, _ in walk_stack(sys._getframe()))
+    for name, value in variables_of(frames):
         inner = _inner(value) if issubclass(type(value), Module) else value
         if id(inner) in missing:
             names.setdefault(id(inner), re.sub(r"\W", "_", name))

@@ -1,4 +1,4 @@
-"""The user's program: found as ``python`` finds it, and run as ``__main__``."""
+"""The user's program: found and run as ``python`` does, its errors shown without our frames."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import zipfile
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, ModuleType, TracebackType
 from typing import Any, NamedTuple
 
-from gradscaler._run_script.tracebacks import show_from
+_OWN = str(Path(__file__).parents[1])
 
 
 class Program(NamedTuple):
@@ -99,3 +100,44 @@ def _found(it: Any, name: str, otherwise: str) -> Any:
     if it is None:
         raise ImportError(otherwise, name=name)
     return it
+
+
+def show_from(code: CodeType | None) -> None:
+    """Let the hook for an uncaught exception see the frames from a program's first on.
+
+    Frames of gradscaler below it stay only if gradscaler itself raised the error, and not a warning
+    that the user's call gives without it, too.
+    """
+    shown = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        while trace is not None and trace.tb_frame.f_code is not code:
+            trace = trace.tb_next
+        error.__traceback__ = trace
+        each: BaseException | None = error
+        while each is not None:
+            each.__traceback__ = _without_own(each.__traceback__, isinstance(each, Warning))
+            each = each.__cause__ or each.__context__
+        shown(kind, error, error.__traceback__)
+
+    sys.excepthook = show
+
+
+def _without_own(trace: TracebackType | None, is_warning: bool) -> TracebackType | None:
+    entries = []
+    while trace is not None:
+        entries.append(trace)
+        trace = trace.tb_next
+    users = [each for each in entries if not _is_own(each)]
+    is_ours = bool(entries) and _is_own(entries[-1]) and not is_warning
+    kept = entries if is_ours else users
+    for before, after in pairwise([*kept, None]):
+        if before is not None:
+            before.tb_next = after
+    return kept[0] if kept else None
+
+
+def _is_own(entry: TracebackType) -> bool:
+    frame = entry.tb_frame  # a function that stands in for PyTorch's names another file
+    package = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return package == "gradscaler" or frame.f_code.co_filename.startswith(_OWN)

@@ -67,14 +67,23 @@ class Runs:
         if not self._num_left:
             return
         self._num_left -= 1
-        self._options.is_watched = True
+        self._options.is_watched |= self._name != "torch"  # where each run says why it saw no step
         attempt(partial(before_termination, self.end))
         attempt(partial(self._open, key, scaler, model, search, has_watch))
+        self._end_first()
+
+    def _end_first(self) -> None:
+        """Let the verdict come before monitors close by themselves at exit."""
         atexit.unregister(self.end)
-        atexit.register(self.end)  # before monitors close by themselves
+        atexit.register(self.end)
+
+    def end_step(self, key: object) -> None:
+        """Note that a step of a run has ended, if that run is open."""
+        if key in self.open:
+            self.open[key].step_ended()
 
     def _open(
-        self, key: object, scaler: Any, model: Any, search: Search | None, has_watch: bool
+        self, key: object, scaler: Any, model: Any, search: Search | None, has_watch: bool = True
     ) -> None:
         framework = framework_named(self._name, {})
         framework = framework._replace(has_watch=framework.has_watch and has_watch)
@@ -84,6 +93,9 @@ class Runs:
     def end(self) -> None:
         """Close all files, and print the verdicts."""
         if not self.is_off:
-            runs, self.open = self.open, {}
-            for run in runs.values():
-                attempt(run.end)
+            self._end_open()
+
+    def _end_open(self) -> None:
+        runs, self.open = self.open, {}
+        for run in runs.values():
+            attempt(run.end)

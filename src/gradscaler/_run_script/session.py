@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import atexit
 import os
+import sys
 import warnings
-from collections.abc import Iterable, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim import optimizer as hooks
 
-from gradscaler._run_script import fastai
 from gradscaler._run_script.after_import import after_import
-from gradscaler._run_script.after_init import after_init, in_memory
-from gradscaler._run_script.files import RunFiles
+from gradscaler._run_script.after_init import after_init
 from gradscaler._run_script.models import models_of
 from gradscaler._run_script.options import MOST_RUNS
+from gradscaler._run_script.runs import Runs
 from gradscaler._run_script.scaler_watch import (
     MAKE_ONCE,
     OF_EACH_STEP,
@@ -26,17 +26,20 @@ from gradscaler._run_script.scaler_watch import (
     ObservedScalers,
     ScalerWatch,
 )
-from gradscaler._run_script.termination import before_termination, die_in_groups
+from gradscaler._run_script.termination import die_in_groups
 from gradscaler._run_script.undo import on_stop, replace
 from gradscaler._run_script.variables import loss_left_out
 from gradscaler._run_script.voice import attempt, say, say_no_step
-from gradscaler._run_script.watched_run import WatchedRun
-from gradscaler.diagnose._findings.frameworks import framework_named
-from gradscaler.diagnose._graph.guard import guard, guarded
+from gradscaler.diagnose._graph.guard import guarded
+from gradscaler.diagnose._graph.hooks import Handle, remove_unless_stepping, uncompiled
 from gradscaler.diagnose._graph.lines import Tracebacks
+from gradscaler.diagnose._graph.places import in_memory
+from gradscaler.diagnose._graph.search import Search
 from gradscaler.diagnose._graph.stand_ins import in_place_of
 from gradscaler.diagnose._monitor import backward_calls, unfit_states
 from gradscaler.diagnose._monitor.by_identity import ByIdentity
+from gradscaler.diagnose._monitor.models import one_model
+from gradscaler.diagnose._monitor.parameters import held_by
 from gradscaler.torch import GradScaler, install
 from gradscaler.torch._install import is_theirs, raise_as_theirs, replace_sharded
 
@@ -47,7 +50,7 @@ _THEIRS = (
 _LOOP = 0  # the key of the loop without a scaler; others are the ids of scalers
 
 
-class Session:
+class Session(Runs):
     """Puts a monitor on each scaler, or on the loop of a process that uses none.
 
     A run begins with the first backward pass after its optimizers were made, as models are complete
@@ -55,13 +58,11 @@ class Session:
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self._options, self._files = options, RunFiles(options)
-        self._process = os.getpid()
+        super().__init__("torch", options)
         self._new = ByIdentity[None]()  # optimizers made since the latest run began
         self._model: Any = None  # of the latest run
         self._known: set[int] = set()  # ids of its parameters
-        self._runs: dict[int, WatchedRun] = {}
-        self._num_runs = 0
+        self._handles: list[Handle] = []  # of hooks of all optimizers, if a step is to be watched
         self._scalers, self._observed = FreshScalers(), ObservedScalers()
         self._has_given_up = False
         self._waits = self._is_told = False  # for an optimizer, as a scaler of PyTorch's is in use
@@ -70,9 +71,6 @@ class Session:
     def start(self) -> None:
         """Watch this process from now on."""
         after_import("torch.distributed.fsdp.sharded_grad_scaler", replace_sharded)
-        replace(guard, "say", say)
-        guard.add(self)
-        on_stop.callback(self._stop)
         on_stop.enter_context(install())
         on_stop.enter_context(raise_as_theirs())  # a script must not end because it is watched
         attempt(die_in_groups)
@@ -87,57 +85,51 @@ class Session:
         _leave_children_alone()
         self._end_first()
 
-    def _end_first(self) -> None:
-        """Let the verdict come before monitors close by themselves at exit."""
-        atexit.unregister(self.end)
-        atexit.register(self.end)
-
-    def _stop(self) -> None:
-        self.end()
+    def stop(self) -> None:
+        """End all runs, and begin no more."""
+        super().stop()
         self.break_off("")
         self._observed.remove()
-        guard.remove(self)
-        atexit.unregister(self.end)
 
-    def break_off(self, _: str) -> None:
-        """Begin no more runs, as an error has ended those that were open."""
-        self._num_runs = MOST_RUNS
+    def break_off(self, reason: str) -> None:
+        """Begin no more, as an error has ended those that were open."""
+        super().break_off(reason)
         self._new.clear()
         backward_calls.ignore(self)
         self._lines.stop()
 
     @property
-    def _is_off(self) -> bool:
+    def _is_full(self) -> bool:
         """Whether this is a child that was forked, or enough runs are on file."""
-        return os.getpid() != self._process or self._num_runs >= MOST_RUNS
+        return self.is_off or not self._num_left
 
     def _see_optimizer(self, optimizer: Optimizer) -> None:
-        if _held_by([optimizer]) <= self._known:
+        if self._known.issuperset(map(id, held_by(optimizer))):
             return
-        if self._is_off:
+        if self._is_full:
             self._end_last()
             return
         if not self._new or self._waits:
             self._waits = False
-            self._end_runs()  # not in the backward pass, where a watch cannot be left
+            self._end_open()  # not in the backward pass, where a watch cannot be left
             self._lines.start()
             backward_calls.listen(self)
         self._new[optimizer] = None
 
     def _end_last(self) -> None:
         """End the last run that is watched, as its monitor would hear the next one's passes."""
-        if os.getpid() == self._process and self._runs:
-            self._end_runs()
+        if not self.is_off and self.open:
+            self._end_open()
             self._options.latest = None
             say(f"no more runs are watched, as there were {MOST_RUNS} in this process.")
 
     def _see_fastai(self) -> None:
-        after_init(fastai.own_optimizer(), self._see_optimizer)
+        after_init(_fastais_optimizer(), self._see_optimizer)
 
     def _see_scaler(self, scaler: GradScaler) -> None:
-        if not self._is_off:
+        if not self._is_full:
             key, begin = id(scaler), partial(self._begin_scaled, scaler)
-            stepped, ended = partial(self._scalers.note, key), partial(self._end_step, key)
+            stepped, ended = partial(self._scalers.note, key), partial(self.end_step, key)
             self._observed.add(scaler, ScalerWatch(begin, stepped, ended))
 
     def _see_theirs(self) -> None:
@@ -152,7 +144,7 @@ class Session:
         replace(torch.amp.GradScaler, "scale", seen)
 
     def _leave_alone(self, scaler: Any) -> None:
-        if self._is_off or not is_theirs(scaler) or not scaler.is_enabled():
+        if self._is_full or not is_theirs(scaler) or not scaler.is_enabled():
             return
         backward_calls.ignore(self)
         self._lines.stop()
@@ -162,7 +154,7 @@ class Session:
 
     def before_backward(self, losses: Sequence[Any]) -> None:
         """Begin the run of a loop without a scaler, which hears of this backward pass, too."""
-        if self._new and not self._is_off:  # else a scaler was first to see the new optimizers
+        if self._new and not self._is_full:  # else a scaler was first to see the new optimizers
             self._begin(_LOOP, None)
         backward_calls.ignore(self)
 
@@ -170,7 +162,7 @@ class Session:
         """Nothing to do."""
 
     def _begin_scaled(self, scaler: GradScaler) -> None:
-        if self._is_off or not (self._new or id(scaler) not in self._runs):
+        if self._is_full or not (self._new or id(scaler) not in self.open):
             return
         if self._scalers.are_made_each_step:
             self._give_up()
@@ -179,30 +171,45 @@ class Session:
 
     def _give_up(self) -> None:
         """Watch no more, as each scaler makes a step alone, whose file shows nothing."""
-        self._has_given_up, self._num_runs = True, MOST_RUNS
-        runs, self._runs = self._runs, {}
+        self._has_given_up, self._num_left = True, 0
+        runs, self.open = self.open, {}
         for run in runs.values():
             attempt(run.discard)
         say(f"{OF_EACH_STEP} {MAKE_ONCE}")
 
-    def _end_step(self, key: int) -> None:
-        if key in self._runs:
-            self._runs[key].step_ended()
-
     def _begin(self, key: int, scaler: GradScaler | None) -> None:
         """Begin a run; those of earlier optimizers end."""
-        attempt(partial(before_termination, self.end))
         self._lines.stop()
         if self._new:
-            self._end_runs()
-        self._num_runs += 1
-        attempt(partial(self._open, key, scaler))
-        self._end_first()
+            self._end_open()
+        self.begin(key, scaler, None)
 
-    def _open(self, key: int, scaler: GradScaler | None) -> None:
+    def _open(self, key: object, scaler: Any, *_: Any) -> None:
         self._find_model()
-        given = scaler, self._model, self._files, self._options
-        self._runs[key] = WatchedRun(*given, framework_named("torch", {}))
+        model, search = one_model(self._model), None
+        if self._options.watch is not None:
+            search = Search(model)
+            self._see_steps()
+        super()._open(key, scaler, model, search)
+
+    def _see_steps(self) -> None:
+        """See the steps of whatever optimizer of PyTorch, for the operations of one of them."""
+        if not self._handles:
+            before, after = guarded(self._before_step), guarded(self._after_step)
+            self._handles.append(hooks.register_optimizer_step_pre_hook(uncompiled(before)))
+            self._handles.append(hooks.register_optimizer_step_post_hook(uncompiled(after)))
+
+    def _before_step(self, *_: object) -> None:
+        for run in self.open.values():
+            run.stepping()
+
+    def _after_step(self, *_: object) -> None:
+        for key in self.open:
+            self.end_step(key)
+
+    def _end_open(self) -> None:
+        super()._end_open()
+        remove_unless_stepping(self._handles)
 
     def _find_model(self) -> None:
         """Find the model of the optimizers that were made since the latest run began."""
@@ -214,30 +221,26 @@ class Session:
 
     def end(self) -> None:
         """Close all files, and print the verdicts."""
-        if os.getpid() == self._process:
-            if not self._options.is_notebook:  # its variables may be those of earlier cells
-                attempt(self._see_left_out)
-            self._end_runs()
-            if self._has_given_up:
-                say(f"as said above: {OF_EACH_STEP}")
-            if not self._num_runs and not self._is_told:
-                self._num_runs = MOST_RUNS
-                say_no_step(self._options)
+        if self.is_off:
+            return
+        if not self._options.is_notebook:  # its variables may be those of earlier cells
+            attempt(self._see_left_out)
+        super().end()
+        if self._has_given_up:
+            say(f"as said above: {OF_EACH_STEP}")
+        if self._num_left == MOST_RUNS and not self._is_told:
+            self._num_left = 0
+            say_no_step(self._options)
 
     def _see_left_out(self) -> None:
         """See the loss for which the script has ended before its backward pass, if there is one."""
         loss, self._options.trace = loss_left_out(self._options.trace), None
         if loss is None:
             return
-        if self._new and not self._is_off:  # it is the first loss of a run
+        if self._new and not self._is_full:  # it is the first loss of a run
             self._begin(_LOOP, None)
-        for run in list(self._runs.values())[-1:]:
+        for run in list(self.open.values())[-1:]:
             run.leave_out(loss)
-
-    def _end_runs(self) -> None:
-        runs, self._runs = self._runs, {}
-        for run in runs.values():
-            attempt(run.end)
 
 
 @cache
@@ -252,5 +255,19 @@ def _leave_child_alone() -> None:
     warnings.filterwarnings("ignore", what, RuntimeWarning)
 
 
-def _held_by(optimizers: Iterable[Optimizer]) -> set[int]:
-    return {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+def _fastais_optimizer() -> Any:
+    """The class of fastai's optimizers, which call none of PyTorch's hooks, so that this does."""
+    kind = sys.modules["fastai.optimizer"].Optimizer
+    step = kind.step
+
+    @wraps(step)
+    def announced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for before in list(hooks._global_optimizer_pre_hooks.values()):
+            before(self, args, kwargs)
+        result = step(self, *args, **kwargs)
+        for after in list(hooks._global_optimizer_post_hooks.values()):
+            after(self, args, kwargs)
+        return result
+
+    replace(kind, "step", announced)
+    return kind

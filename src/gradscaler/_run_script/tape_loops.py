@@ -12,13 +12,13 @@ from functools import cached_property, partial
 from importlib import import_module
 from inspect import unwrap
 from io import StringIO
-from types import FrameType
-from typing import Any, NamedTuple, cast
+from traceback import walk_stack
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from gradscaler._run_script.after_init import after_init, in_memory
+from gradscaler._run_script.after_init import after_init
 from gradscaler._run_script.runs import Runs
 from gradscaler._run_script.undo import replace
 from gradscaler._run_script.voice import say
@@ -27,6 +27,7 @@ from gradscaler.diagnose import Located, locate
 from gradscaler.diagnose._gradients.arrays import to_numpy
 from gradscaler.diagnose._graph.call_site import is_of_user
 from gradscaler.diagnose._graph.guard import guarded
+from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.stand_ins import in_place_of
 from gradscaler.diagnose._locate.locate import locate_in
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
@@ -201,10 +202,8 @@ class TapeLoops:
 
     def _is_in_fit(self) -> bool:
         """Whether ``fit`` calls, which runs eagerly if the user asked for it."""
-        frame, fit = cast("FrameType | None", sys._getframe()), unwrap(self._keras.Model.fit)
-        while frame is not None and frame.f_code is not fit.__code__:
-            frame = frame.f_back
-        return frame is not None
+        fit = unwrap(self._keras.Model.fit).__code__
+        return any(frame.f_code is fit for frame, _ in walk_stack(sys._getframe()))
 
     def _before_call(self, function: Function, args: Any, kwargs: Any) -> _Traced | None:
         """What is known of a function of the user's that is called, and runs compiled."""

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from inspect import CO_OPTIMIZED
+from traceback import walk_tb
 from types import FrameType, ModuleType, TracebackType
 from typing import Any
 
@@ -13,22 +14,6 @@ import torch
 from torch.nn import Module
 
 _NOT_USERS = "torch.", "gradscaler."
-
-
-def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame and those that called it, innermost first."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def frames_of(trace: TracebackType | None) -> list[FrameType]:
-    """The frames of a traceback, innermost first."""
-    frames = []
-    while trace is not None:
-        frames.append(trace.tb_frame)
-        trace = trace.tb_next
-    return frames[::-1]
 
 
 def variables_of(frames: Iterable[FrameType]) -> Iterator[tuple[str, Any]]:
@@ -77,7 +62,8 @@ def loss_left_out(trace: TracebackType | None) -> torch.Tensor | None:
     A loss is a scalar with a graph. The variables are those of the functions in a traceback, and of
     the script's module.
     """
-    every = (*variables_of(frames_of(trace)), *within(vars(sys.modules["__main__"])))
+    frames = [frame for frame, _ in walk_tb(trace)]
+    every = (*variables_of(frames[::-1]), *within(vars(sys.modules["__main__"])))
     bad = [value for _, value in every if issubclass(type(value), torch.Tensor) and _is_bad(value)]
     return max(bad, key=lambda loss: int(loss.grad_fn._sequence_nr()), default=None)
 

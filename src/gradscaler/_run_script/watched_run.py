@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class WatchedRun:
         files: give the run a new file. If it cannot be written, the run has none.
         options: those of the command line, and how the script has ended.
         framework: what it trains in; ``--watch`` counts where it can watch a step.
-        search: what shows the operations of a step, except in PyTorch.
+        search: what shows the operations of a step.
     """
 
     def __init__(
@@ -66,14 +66,8 @@ class WatchedRun:
         options.latest = self
         self._watch: StepWatch | None = None
         self._proposes_watch = framework.has_watch and options.watch is None
-        if options.watch is None or not framework.has_watch:
-            return
-        if search is not None:
+        if options.watch is not None and framework.has_watch and search is not None:
             self._watch = StepWatch(options.watch, self._monitor, search)
-        elif framework.name == "torch":
-            from gradscaler._run_script.hooked_step_watch import HookedStepWatch  # imports PyTorch
-
-            self._watch = HookedStepWatch(options.watch, self._monitor, model)
 
     @property
     def verdict(self) -> Verdict | None:
@@ -100,9 +94,13 @@ class WatchedRun:
 
         Without one, the step is about to be applied. The gradients are None if they are unknown.
         """
-        if self._watch is not None:
-            self._watch.stepping(list((gradients or {}).values()))
+        self.stepping(list((gradients or {}).values()))
         self._monitor.record(loss=loss, gradients=gradients, replay=replay)
+
+    def stepping(self, gradients: Sequence[Any] = ()) -> None:
+        """Note that an optimizer steps, with these gradients if no graph has shown them."""
+        if self._watch is not None:
+            self._watch.stepping(gradients)
 
     def leave_unchanged(self, located: Located | None) -> None:
         """Note that the step that is recorded next left the weights as they were, and why."""
