@@ -1,5 +1,6 @@
 """Keras' ``fit`` under ``gradscaler run``: nothing changes, and a bad batch is named."""
 
+import io
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import gradscaler
+from gradscaler._run_script import voice
 from gradscaler.diagnose import read_run
 
 # Fit makes the same calls on each backend; tests/diagnose/monitor/test_frameworks.py has them all.
@@ -105,3 +107,16 @@ def test_a_watch_from_inside_sees_a_fit_of_a_model_that_is_there_and_is_undone(t
         model.fit(inputs, inputs[:, :1], verbose=0, batch_size=8)
     assert watch.verdict.findings[0].steps
     assert keras.callbacks.CallbackList.__init__ is theirs
+
+
+def test_a_quiet_watch_says_the_bad_batch_and_what_to_do_at_the_end_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(voice, "_STDERR", io.StringIO())
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    inputs = np.full((32, 4), np.nan, "float32")
+    with gradscaler.watch(tmp_path, quiet=True):
+        model.fit(inputs, inputs[:, :1], verbose=0, batch_size=8)
+        assert voice._STDERR.getvalue() == ""
+    said = " ".join(voice._STDERR.getvalue().split())
+    assert said.count("The loss is nan at batch 1 of epoch 1, the first that is not finite") == 1
+    assert "clip gradients (clipnorm). source: gradscaler.watch(step=2) names what made it" in said

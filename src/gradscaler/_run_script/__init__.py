@@ -7,7 +7,6 @@ that environment variables that the script sets still count.
 from __future__ import annotations
 
 import argparse
-import sys
 
 from gradscaler._run_script.program import program_of, show_from
 from gradscaler._run_script.watch import begin, note_end
@@ -28,8 +27,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     except OSError as error:
         parser.error(f"can't open {target!r}: {error.strerror or error}")
     except ImportError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 1
+        parser.exit(1, f"{parser.prog}: {error}\n")
     except SyntaxError:
         show_from(None)
         raise

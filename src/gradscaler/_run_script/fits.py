@@ -15,7 +15,7 @@ from gradscaler._run_script.files import RunFiles
 from gradscaler._run_script.options import MOST_RUNS, STOPPED
 from gradscaler._run_script.termination import before_termination
 from gradscaler._run_script.undo import on_stop, replace
-from gradscaler._run_script.voice import attempt, say
+from gradscaler._run_script.voice import attempt, voice
 from gradscaler._run_script.watched_run import WatchedRun
 from gradscaler.diagnose import inspect, locate
 from gradscaler.diagnose._findings import judge
@@ -123,6 +123,7 @@ class Losses:
         self._num_epochs = self._num_steps = 0  # the steps are those of epochs that have ended
         self._first: tuple[int, int, float] | None = None  # epoch, batch and loss, not finite
         self._weights = ""  # a clause about them after that
+        self._advice = [""]  # that was not said on the way, and lines
 
     def callback(self) -> Any:
         """A callback that looks at the loss after each batch, which is on the host then."""
@@ -154,7 +155,9 @@ class Losses:
         if is_first:
             step = self._num_steps + found[1]
             source = f"source: {self._again.format(max(step, 2))} names what made it"
-            say(f"{_named(found)}. {_CURES}", *[source] * self._proposes_watch)
+            lines = [source] * self._proposes_watch
+            if not voice.tell(f"{_named(found)}. {_CURES}", *lines):
+                self._advice = [f" {_CURES}", *lines]
         if self._may_stop:
             raise SystemExit(STOPPED)
 
@@ -167,9 +170,11 @@ class Losses:
         """Print what the losses show, unless they are finite and a monitor gives a verdict."""
         after = f"after {self._num_epochs:,} epoch{'s' * (self._num_epochs != 1)} of fit"
         if self._first is not None:
-            say(f"{after}: {_named(self._first)}, the first that is not finite{self._weights}.")
+            first = f"{_named(self._first)}, the first that is not finite{self._weights}"
+            advice, *lines = self._advice
+            voice.conclude(f"{after}: {first}.{advice}", *lines)
         elif self._num_epochs and not self._is_scaled:
-            say(f"{after}: the losses are finite.")
+            voice.conclude(f"{after}: the losses are finite.")
 
 
 class FitWatch:
@@ -224,11 +229,11 @@ class FitWatch:
             evidence = Evidence(
                 self._num_steps, 0, has_scaler=False, framework=_framework(), bad_step=bad
             )
-            say(f"step watched: {judge(evidence).text}")
+            voice.note(f"step watched: {judge(evidence).text}")
         elif self._num_steps == self._step:
             is_own = not type(model).train_step.__module__.startswith("keras.")
             of = " of compute_loss() (a train_step of the model's own is not run)" if is_own else ""
-            say(f"step watched: no operation{of} made an Inf or NaN")
+            voice.note(f"step watched: no operation{of} made an Inf or NaN")
 
 
 def _named(found: tuple[int, int, float]) -> str:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from gradscaler._run_script.compiled_steps import CompiledSteps
 from gradscaler._run_script.runs import Runs
 from gradscaler._run_script.undo import replace
-from gradscaler._run_script.voice import say
+from gradscaler._run_script.voice import voice
 from gradscaler._run_script.watched_run import WatchedRun
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.places import in_memory
@@ -141,7 +141,7 @@ class GradientLoops:
         if key not in self._known:
             self._known[key] = not self._is_scaled(function)
             if not self._known[key]:
-                say(_SCALED)
+                voice.note(_SCALED)
         if key not in self._runs.open and self._known[key]:
             self._runs.begin(key, Unscaled("mindspore"), None, has_watch=False)
         return self._runs.open.get(key), self._model_of(key)

@@ -7,6 +7,8 @@ import os
 from functools import partial
 from pathlib import Path
 
+from gradscaler._run_script.voice import voice
+
 FOLDER = "gradscaler-runs"
 STOPPED = 3
 """The exit status of a run that ``--stop`` ended; Python's own are 1 and 2."""
@@ -23,10 +25,7 @@ _TEXT = (
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options, the script's own command line, and the texts of the help."""
     parser.description, parser.epilog = _TEXT, f"example: {parser.prog} train.py --lr 0.1"
-    parser.usage = (
-        f"{parser.prog} [-h] [-o FOLDER] [--every N] [--watch STEP] [--stop] "
-        "(SCRIPT | -m MODULE) ..."
-    )
+    parser.usage = f"{parser.prog} [OPTION ...] (SCRIPT | -m MODULE) ..."
     output = "the folder of the run files (%(default)s)"
     parser.add_argument(
         "-o", "--output", type=_folder, default=Path(FOLDER), metavar="FOLDER", help=output
@@ -37,6 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--watch", type=_watched, metavar="STEP", help=watch)
     stop = f"end at the first step whose loss or gradients are not finite, with status {STOPPED}"
     parser.add_argument("--stop", action="store_true", help=stop)
+    voice.add_options(parser)
     module = "the first word is the name of a module, as for python -m"
     parser.add_argument("-m", dest="is_module", action="store_true", help=module)
     parser.add_argument(

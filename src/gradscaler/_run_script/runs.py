@@ -13,7 +13,7 @@ from gradscaler._run_script.options import MOST_RUNS
 from gradscaler._run_script.step_watch import Search
 from gradscaler._run_script.termination import before_termination
 from gradscaler._run_script.undo import on_stop, replace
-from gradscaler._run_script.voice import attempt, say
+from gradscaler._run_script.voice import attempt, voice
 from gradscaler._run_script.watched_run import WatchedRun
 from gradscaler.diagnose._findings.frameworks import framework_named
 from gradscaler.diagnose._graph.guard import guard
@@ -32,7 +32,7 @@ class Runs:
         self._process, self._num_left = os.getpid(), MOST_RUNS
         self._is_over = False
         self.open: dict[object, WatchedRun] = {}
-        replace(guard, "say", say)
+        replace(guard, "say", voice.note)
         guard.add(self)
         on_stop.callback(self.stop)
 

@@ -29,7 +29,7 @@ from gradscaler._run_script.scaler_watch import (
 from gradscaler._run_script.termination import die_in_groups
 from gradscaler._run_script.undo import on_stop, replace
 from gradscaler._run_script.variables import loss_left_out
-from gradscaler._run_script.voice import attempt, say, say_no_step
+from gradscaler._run_script.voice import attempt, conclude_without_step, voice
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.hooks import Handle, remove_unless_stepping, uncompiled
 from gradscaler.diagnose._graph.lines import Tracebacks
@@ -121,7 +121,7 @@ class Session(Runs):
         if not self.is_off and self.open:
             self._end_open()
             self._options.latest = None
-            say(f"no more runs are watched, as there were {MOST_RUNS} in this process.")
+            voice.note(f"no more runs are watched, as there were {MOST_RUNS} in this process.")
 
     def _see_fastai(self) -> None:
         after_init(_fastais_optimizer(), self._see_optimizer)
@@ -149,7 +149,7 @@ class Session(Runs):
         backward_calls.ignore(self)
         self._lines.stop()
         if not self._is_told:
-            say(_THEIRS)
+            voice.note(_THEIRS)
         self._is_told = self._waits = True
 
     def before_backward(self, losses: Sequence[Any]) -> None:
@@ -175,7 +175,7 @@ class Session(Runs):
         runs, self.open = self.open, {}
         for run in runs.values():
             attempt(run.discard)
-        say(f"{OF_EACH_STEP} {MAKE_ONCE}")
+        voice.note(f"{OF_EACH_STEP} {MAKE_ONCE}")
 
     def _begin(self, key: int, scaler: GradScaler | None) -> None:
         """Begin a run; those of earlier optimizers end."""
@@ -227,10 +227,10 @@ class Session(Runs):
             attempt(self._see_left_out)
         super().end()
         if self._has_given_up:
-            say(f"as said above: {OF_EACH_STEP}")
+            voice.conclude(f"as said above: {OF_EACH_STEP}")
         if self._num_left == MOST_RUNS and not self._is_told:
             self._num_left = 0
-            say_no_step(self._options)
+            conclude_without_step(self._options)
 
     def _see_left_out(self) -> None:
         """See the loss for which the script has ended before its backward pass, if there is one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from gradscaler._run_script.voice import say
+from gradscaler._run_script.voice import voice
 from gradscaler.diagnose import Located, Monitor
 from gradscaler.diagnose._graph.guard import guard
 
@@ -60,7 +60,7 @@ class StepWatch:
                 self._search.start()
                 self._is_on = True
             except RuntimeError as error:  # such as in a compiled step of the optimizer
-                say(f"step {self._step:,} is not watched: {error}")
+                voice.note(f"step {self._step:,} is not watched: {error}")
                 self._step = 0
 
     def close(self) -> None:
@@ -68,7 +68,8 @@ class StepWatch:
         self.stop("the run ended in it, and no operation had made an Inf or NaN", latest="")
         steps = self._monitor.history[-1].step if self._monitor.history else 0
         if self._step:
-            say(f"the run ended after step {steps:,}, so step {self._step:,} was not watched.")
+            missed = f"so step {self._step:,} was not watched"
+            voice.note(f"the run ended after step {steps:,}, {missed}.")
 
     def stop(
         self,
@@ -81,6 +82,7 @@ class StepWatch:
             self._search.stop()
             # Where the latest Inf or NaN was made, if known, which may have reached no result.
             located, made = self._search.located, getattr(self._search, "latest", None)
-            say(f"step watched: {located or (nothing if made is None else f'{latest}{made}')}")
+            seen = located or (nothing if made is None else f"{latest}{made}")
+            voice.note(f"step watched: {seen}")
             if located is not None and not getattr(self._search, "may_overflow", False):
                 self._monitor.note_located(located)

@@ -21,7 +21,7 @@ import numpy as np
 from gradscaler._run_script.after_init import after_init
 from gradscaler._run_script.runs import Runs
 from gradscaler._run_script.undo import replace
-from gradscaler._run_script.voice import say
+from gradscaler._run_script.voice import voice
 from gradscaler._run_script.watched_run import WatchedRun
 from gradscaler.diagnose import Located, locate
 from gradscaler.diagnose._gradients.arrays import to_numpy
@@ -418,7 +418,7 @@ class _StepOperations:
         try:
             self._located = self._seam.located or locate()
         except Exception as error:
-            say(f"the step is not watched: {error}")
+            voice.note(f"the step is not watched: {error}")
 
 
 @dataclass

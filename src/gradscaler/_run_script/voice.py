@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import shlex
 import sys
@@ -10,6 +11,8 @@ import textwrap
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+from gradscaler._run_script.undo import on_stop
 
 # As wide as the documents. A word may be a path, which stays whole.
 _PARAGRAPH = textwrap.TextWrapper(
@@ -25,11 +28,60 @@ _NO_STEP = (
 _STDERR = sys.stderr  # at the start; a script may replace it, and what it then holds is its own
 
 
-def say(text: str, *lines: str) -> None:
-    """Print a text on stderr, and lines below it, which stay whole.
+class Voice:
+    """Says everything that the user reads. A text says whether it comes on the way or at the end.
 
-    It is never a warning, which may be an error, and nothing happens if stderr is closed.
+    A text is never a warning, which may be an error, and nothing happens if stderr is closed.
     """
+
+    def __init__(self) -> None:
+        self._options = argparse.Namespace(quiet=False)
+        self._process = os.getpid()
+        self._kept: list[str] = []  # notes that wait for the next last word
+
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        """Add the options of what is said, and when."""
+        quiet = "say nothing during the training, and the verdict at its end"
+        parser.add_argument("-q", "--quiet", action="store_true", help=quiet)
+
+    def begin(self, options: argparse.Namespace) -> None:
+        """Speak in this process from now on. Call it before what says a verdict begins."""
+        self._options, self._process, self._kept = options, os.getpid(), []
+        atexit.unregister(self._say_kept)
+        atexit.register(self._say_kept)  # if no last word has said it
+        on_stop.callback(self._say_kept)
+
+    def tell(self, text: str, *lines: str) -> bool:
+        """Say a finding on the way. False if not, as this is quiet: the last word says it then."""
+        if not self._options.quiet:
+            _print(text, *lines)
+        return not self._options.quiet
+
+    def note(self, text: str) -> None:
+        """Say on the way what no last word repeats; if this is quiet, before the next last word."""
+        if self._options.quiet:
+            self._kept.append(text)
+        else:
+            _print(text)
+
+    def conclude(self, text: str, *lines: str) -> None:
+        """Say a last word on a run, and lines below it, which stay whole."""
+        self._say_kept()
+        _print(text, *lines)
+
+    def _say_kept(self) -> None:
+        kept, self._kept = self._kept, []
+        if os.getpid() == self._process:  # else it is a forked child's, and the parent says it
+            for each in kept:
+                _print(each)
+
+
+voice = Voice()
+"""The voice of this process."""
+
+
+def _print(text: str, *lines: str) -> None:
     rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
     wrapped = _PARAGRAPH.fill(f"gradscaler{rank}: {text}")
     with suppress(OSError, ValueError, AttributeError):
@@ -39,13 +91,13 @@ def say(text: str, *lines: str) -> None:
         _STDERR.flush()
 
 
-def say_no_step(options: argparse.Namespace) -> None:
+def conclude_without_step(options: argparse.Namespace) -> None:
     """Say why there is no verdict, unless the script ended early, as for ``--help``.
 
     Keras' ``fit`` on PyTorch steps by optimizers of its own.
     """
     if not options.has_raised and not options.is_watched:
-        say(_NO_STEP)
+        voice.conclude(_NO_STEP)
 
 
 def attempt(call: Callable[[], None]) -> None:
@@ -53,7 +105,7 @@ def attempt(call: Callable[[], None]) -> None:
     try:
         call()
     except Exception as error:
-        say(f"cannot watch this training: {type(error).__name__}: {error}")
+        voice.note(f"cannot watch this training: {type(error).__name__}: {error}")
 
 
 def is_quiet_rank() -> bool:

@@ -19,9 +19,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from gradscaler._run_script.after_import import after_import
-from gradscaler._run_script.options import FOLDER
+from gradscaler._run_script.options import add_options
 from gradscaler._run_script.undo import on_stop, replace
-from gradscaler._run_script.voice import attempt, say
+from gradscaler._run_script.voice import attempt, voice
 
 if TYPE_CHECKING:  # the script may set its environment before NumPy is imported
     from gradscaler.diagnose import Verdict
@@ -123,6 +123,7 @@ class Watch:
 
     def _start(self) -> None:
         self._is_on = True
+        voice.begin(self._options)
         state = {"has_raised": False, "has_failed": False, "is_watched": self._shell is not None}
         vars(self._options).update(state, trace=None, is_notebook=self._shell is not None)
         for framework, module, kind, names in _WATCHED:
@@ -156,7 +157,8 @@ class Watch:
         is_said = "torch" in sys.modules  # its own watch says it
         is_quiet = self._options.has_raised or self._options.is_watched or is_said
         if not is_quiet and os.getpid() == self._process:
-            say("no step of a training was seen in this process, so there is no verdict.")
+            unseen = "no step of a training was seen in this process"
+            voice.conclude(f"{unseen}, so there is no verdict.")
 
 
 def note_end(options: argparse.Namespace, error: BaseException) -> None:
@@ -186,6 +188,7 @@ def watch(
     *,
     every: int | None = None,
     step: int | None = None,
+    quiet: bool | None = None,
 ) -> Watch:
     """Watch the trainings of this process, as ``gradscaler run`` does, from inside it.
 
@@ -211,6 +214,7 @@ def watch(
             default.
         every: sample the gradients of one step in ``every``, on average; 100 by default.
         step: watch each operation of this step, from 2 on. It takes as long as some steps do.
+        quiet: say nothing during the training, and the verdict at its end; False by default.
 
     Returns:
         The watch, which has the verdict.
@@ -235,10 +239,11 @@ def watch(
             raise ValueError(f"{name} must be at least {least}, got {number!r}")
     if not _current or _current[0]._process != os.getpid():  # a child that was forked
         on_stop.pop_all()
-        options = argparse.Namespace(folder=Path(FOLDER).absolute(), every=100, watch=None)
-        vars(options).update(
-            stop=False, again="gradscaler.watch(step={})", elsewhere="gradscaler.watch(folder)"
-        )
+        parser = argparse.ArgumentParser("gradscaler.watch")
+        add_options(parser)  # whose defaults are those of `gradscaler run`
+        options = parser.parse_args([])
+        options.folder = options.output.absolute()
+        options.again, options.elsewhere = "gradscaler.watch(step={})", "gradscaler.watch(folder)"
         notebook: Any = sys.modules.get("IPython")
         shell = notebook and notebook.get_ipython()
         started = begin(options, shell)
@@ -247,7 +252,8 @@ def watch(
             _see_uncaught(options)
     options = _current[0]._options
     given = {"folder": None if folder is None else Path(folder).absolute(), "every": every}
-    vars(options).update({k: v for k, v in {**given, "watch": step}.items() if v is not None})
+    given |= {"watch": step, "quiet": quiet}
+    vars(options).update({name: value for name, value in given.items() if value is not None})
     return _current[0]
 
 

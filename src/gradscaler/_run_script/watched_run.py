@@ -12,7 +12,7 @@ from typing import Any
 from gradscaler._run_script.files import RunFiles
 from gradscaler._run_script.options import STOPPED
 from gradscaler._run_script.step_watch import Search, StepWatch
-from gradscaler._run_script.voice import is_quiet_rank, say, say_no_step, shown
+from gradscaler._run_script.voice import conclude_without_step, is_quiet_rank, shown, voice
 from gradscaler.diagnose import Finding, Located, Monitor, Verdict, read_run, report
 from gradscaler.diagnose._findings.frameworks import Framework
 from gradscaler.diagnose._graph.guard import guard
@@ -117,8 +117,8 @@ class WatchedRun:
         """Print a finding, and end the process there if that was asked for."""
         if self._is_over or os.getpid() != self._process:  # the verdict says it, or the parent
             return
-        say(finding.cause if finding.action in self._advice else finding.text)
-        self._advice.add(finding.action)
+        if voice.tell(finding.cause if finding.action in self._advice else finding.text):
+            self._advice.add(finding.action)
         is_lost = self._monitor.bad_step is not None or finding.kind in _LOST
         if self._options.stop and is_lost:
             raise SystemExit(STOPPED)
@@ -167,16 +167,16 @@ class WatchedRun:
                 raise
             history = ()
         if self._is_broken and not history:
-            say("no verdict, as the watch ended.", self._lines[0])
+            voice.conclude("no verdict, as the watch ended.", self._lines[0])
             return
         steps = history[-1].step if history else 0
         if not history and verdict.kind == "normal":
             self._remove_file()
-            say_no_step(self._options)
+            conclude_without_step(self._options)
         elif verdict.kind == "normal" and self._options.has_failed:
             again = self._options.again.format(steps + 1)
             hint = _HINT.format(again) if self._proposes_watch else ""
-            say(f"the script ended after step {steps}.{hint}", self._lines[0])
+            voice.conclude(f"the script ended after step {steps}.{hint}", self._lines[0])
         elif verdict.kind != "normal" or not is_quiet_rank():
             self._say_verdict(verdict, steps)
 
@@ -195,7 +195,7 @@ class WatchedRun:
         is_made_before = is_open and bad > 1 and self._proposes_watch
         if self._num_unchanged:
             text = f", of which {self._num_unchanged:,} left the weights as they were{text}"
-        say(
+        voice.conclude(
             f"after {steps:,} step{'s' * (steps != 1)}{text}",
             *self._lines,
             *[f"source: {self._options.again.format(bad)} names what made it"] * is_made_before,

@@ -1,9 +1,11 @@
-"""The example of docs/run.md prints what the page shows."""
+"""docs/run.md: its example prints what the page shows, and its table has each option."""
 
+import argparse
 import os
 import re
 from pathlib import Path
 
+from gradscaler._run_script.options import add_options
 from tests.support import programs
 from tests.support.marked_lines import lines_marked_in
 
@@ -16,6 +18,17 @@ SESSION = re.compile(r"^    \$ python (.*)\n((?:    .*\n)+)", re.MULTILINE)
 def without_numbers(text):
     """Another processor may round another way, and each process has its number."""
     return re.sub(r"[\d.-]+", "0", " ".join(text.split()))
+
+
+def test_each_option_has_its_row_and_each_row_is_of_an_option():
+    parser = argparse.ArgumentParser(add_help=False)
+    add_options(parser)
+    options = [option for action in parser._actions for option in action.option_strings]
+    rows = re.findall(r"^\| (`-.+?) \|", PAGE, re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"`(-[\w-]+)", row)]
+    assert set(named) <= set(options)
+    for action in parser._actions:
+        assert not action.option_strings or {*named} & {*action.option_strings}, action
 
 
 def test_the_readme_quotes_the_page():

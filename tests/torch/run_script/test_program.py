@@ -5,6 +5,7 @@ trainings fail with and without one. All others run in forks of a process that h
 """
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
@@ -257,6 +258,20 @@ def test_what_a_script_does_with_its_stderr_hides_no_finding_and_holds_none(trai
     said = " ".join(error.split())
     assert said.count("by the gradient of sqrt at script.py:6") == 2
     assert "gradscaler: after 4 steps, as said above" in said
+
+
+def test_quiet_says_the_whole_verdict_after_the_training_and_nothing_before(tmp_path):
+    (tmp_path / "script.py").write_text(f"{NAN}\nprint('trained')")
+    options = "-m", "gradscaler", "run", "--quiet", "--watch", "4"
+    unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    done = programs.run(*options, "script.py", cwd=tmp_path, env=unbuffered, is_one_stream=True)
+    before, found, after = done.stdout.partition("trained\n")
+    assert (done.returncode, before, found != "") == (0, "''\n" * 4, True)
+    watched, verdict = " ".join(after.split()).split("gradscaler: ")[1:]
+    assert watched.startswith("step watched: ")
+    assert verdict.startswith("after 4 steps: The gradient of weight is NaN")
+    assert "as said above" not in verdict
+    assert verdict.count("Add a small number under the root") == 1
 
 
 def test_a_run_has_no_file_but_a_verdict_where_none_can_be_written(trained, tmp_path):

@@ -1,12 +1,15 @@
 """``gradscaler.watch()`` does what ``gradscaler run`` does, from inside, and undoes it."""
 
+import io
 import sys
 import threading
+from functools import partial
 
 import pytest
 import torch
 
 import gradscaler
+from gradscaler._run_script import voice
 from gradscaler._run_script.options import MOST_RUNS
 from gradscaler.diagnose import read_run
 from tests.support import programs
@@ -66,6 +69,28 @@ def test_a_training_is_watched_whose_model_and_optimizer_are_there(tmp_path):
     assert watch.verdict.findings == (finding,)
     (file,) = tmp_path.glob("*.jsonl")
     assert read_run(file).num_steps == 5
+
+
+@pytest.mark.parametrize("is_quiet", [False, True])
+def test_quiet_says_nothing_before_the_verdict(tmp_path, monkeypatch, is_quiet):
+    said = io.StringIO()
+    monkeypatch.setattr(voice, "_STDERR", said)
+    with gradscaler.watch(tmp_path, quiet=is_quiet):
+        train(*network())
+        assert (said.getvalue() == "") == is_quiet
+    assert ("as said above" in said.getvalue()) != is_quiet
+    assert " ".join(said.getvalue().split()).count("Add a small number under the root") == 1
+
+
+def test_what_went_wrong_with_a_quiet_watch_is_said_where_there_is_no_verdict(
+    tmp_path, monkeypatch
+):
+    said = io.StringIO()
+    monkeypatch.setattr(voice, "_STDERR", said)
+    with gradscaler.watch(tmp_path, quiet=True):
+        voice.attempt(partial(int, "x"))
+        assert said.getvalue() == ""
+    assert said.getvalue().count("cannot watch this training: ValueError") == 1
 
 
 def test_a_second_call_returns_the_first_and_its_arguments_count_for_the_next_run(tmp_path):
