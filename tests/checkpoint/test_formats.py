@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -10,7 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradscaler import AmaxScale, AmaxState, DynamicScale, FixedScale, ScaleState
+from gradscaler._formats.layouts import OF_OWN_STATE, own_state_of, policies_with_own_state
 from gradscaler.checkpoint import FORMATS, convert, detect, read, write
+from gradscaler.policies import OwnPolicy
+from tests.support.own_policy import Proven
 
 TORCH = {
     "scale": 1024.0,
@@ -332,6 +336,30 @@ def test_a_lossy_conversion_of_an_amax_scale_s_dict_keeps_scale_and_count(name, 
         converted = convert(saved, to, lossy=True)
     assert [warning.filename for warning in warned] == [__file__]
     assert exact(converted) == exact(convert(SAVED[name], to))
+
+
+def test_each_field_of_a_package_policy_s_own_state_is_known_by_its_policy():
+    kinds = get_args(OwnPolicy)
+    made = [kind(1.0) for kind in kinds]
+    own = {type(policy).__name__: policy.init()._fields[3:] for policy in made}
+    fields = {field: name for name, names in own.items() for field in names}
+    known = {key: type(policy).__name__ for key, policy in OF_OWN_STATE.items()}
+    assert known == {f"{prefix}{field}": fields[field] for field in fields for prefix in ("_", "")}
+    found = policies_with_own_state((*kinds, Proven))
+    assert [type(found[field]) for field in ("peak", "proven")] == [AmaxScale, Proven]
+    assert own_state_of(found["proven"], "torch") == "a Proven's proven"
+
+
+@pytest.mark.parametrize("name", ["torch", "paddle"])
+def test_a_package_policy_with_a_state_of_its_own_converts_if_lossy(name, monkeypatch):
+    monkeypatch.setitem(OF_OWN_STATE, "_proven", Proven())  # as if it were of the package
+    saved = {**SAVED[name], "_proven": 24.0}
+    lost = "flax's format has no place for a Proven's proven"
+    with pytest.raises(ValueError, match=f"^{lost}; lossy=True leaves that out$"):
+        convert(saved, "flax")
+    with pytest.warns(UserWarning, match=f"^{lost}$"):
+        converted = convert(saved, "flax", lossy=True)
+    assert exact(converted) == exact(convert(SAVED[name], "flax"))
 
 
 @pytest.mark.parametrize("name", FORMATS)

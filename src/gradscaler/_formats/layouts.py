@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from gradscaler.policies import (
     ScaleState,
     State,
     _checks,
+    amax_interval,
     is_fixed,
 )
 from gradscaler.policies._presets import PADDLE
@@ -54,13 +55,41 @@ def _state(values: Values, scale: float, finite: str, nonfinite: str | None = No
     return ScaleState(np.float32(scale), count_in(finite, values[finite]), count)
 
 
-def _no_extras(values: Values, *keys: str) -> None:
-    """Raise ValueError if there are keys that an adapter adds for a rule outside of the format."""
-    for key in keys:
+def policies_with_own_state(kinds: tuple[type[Policy], ...]) -> dict[str, Policy]:
+    """A policy of each kind whose state has fields of its own, by their names."""
+    made = [kind() for kind in kinds if not issubclass(kind, Rule)]
+    return {name: each for each in made for name in each.init()._fields[len(ScaleState._fields) :]}
+
+
+_OWN_STATE = policies_with_own_state(get_args(OwnPolicy))
+
+
+def named(policy: Policy) -> str:
+    """The name of a policy's class, with its article."""
+    name = type(policy).__name__
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
+
+
+def own_state_of(policy: Policy, to: str) -> str:
+    """What the format ``to`` has no place for: the fields of a policy's own state."""
+    fields = " and ".join(policy.init()._fields[len(ScaleState._fields) :])
+    blind = f" ({to}'s scaler does not use the size of gradients)" if amax_interval(policy) else ""
+    return f"{named(policy)}'s {fields}{blind}"
+
+
+def _no_extras(values: Values, prefix: str, *counts: str) -> None:
+    """Raise ValueError if there are keys that an adapter adds for a rule outside of the format.
+
+    Args:
+        values: the values of a state dict.
+        prefix: the beginning of the key of a policy's own state.
+        counts: the keys of a count of non-finite steps.
+    """
+    for key in (*(f"{prefix}{name}" for name in _OWN_STATE), *counts):
         if key in values:
             rule, takes = "a rule with a hysteresis", "the rule itself"
-            if key in AMAX:
-                rule = "an AmaxScale"
+            if key in OF_OWN_STATE:
+                rule = named(OF_OWN_STATE[key])
             elif key == "_nonfinite_steps":  # only torch's and TensorPlay's scalers take others
                 rule += " or to a policy of your own"
                 takes += ", or a DynamicScale in place of your own policy"
@@ -128,7 +157,7 @@ def read_torch(values: Values, policy: Q) -> tuple[Q | FixedScale, ScaleState]:
 
 
 def _read_torch(values: Values) -> tuple[Rule, ScaleState]:
-    _no_extras(values, "_peak", "_reach", "_nonfinite_steps")
+    _no_extras(values, "_", "_nonfinite_steps")
     return read_torch(values, DynamicScale())
 
 
@@ -165,7 +194,7 @@ def read_paddle(values: Values, policy: Q) -> tuple[Q, ScaleState, bool]:
 
 
 def _read_paddle(values: Values) -> tuple[Rule, ScaleState]:
-    _no_extras(values, "_peak", "_reach")
+    _no_extras(values, "_")
     policy, state, dynamic = read_paddle(values, DynamicScale())
     return policy if dynamic else FixedScale(policy.init_scale), state
 
@@ -193,7 +222,7 @@ def _read_keras(
     preset: Callable[..., DynamicScale] = DynamicScale.keras,
 ) -> tuple[Rule, ScaleState]:
     scale, count, *parameters = keys
-    _no_extras(values, "peak", "reach", nonfinite)
+    _no_extras(values, "", nonfinite)
     state = _state(values, _checks.loss_scale(scale, values[scale]), count)
     if keys is _KERAS and not _flag("dynamic", values.get("dynamic", True)):
         return FixedScale(float(state.scale)), state
@@ -243,7 +272,7 @@ _MINDSPORE_RULE = ("scale_factor", "scale_window")
 def _read_mindspore(values: Values) -> tuple[Rule, ScaleState]:
     parameters = {key: values[key] for key in ("scale_sense", *_MINDSPORE_RULE)}
     policy = spelled(DynamicScale.mindspore, {"scale_sense": "init_loss_scale"}, **parameters)
-    _no_extras(values, "peak", "reach", "nonfinite_steps")
+    _no_extras(values, "", "nonfinite_steps")
     step, overflowed = (count_in(key, values[key]) for key in _MINDSPORE_STEPS)
     if overflowed >= step:
         raise ValueError(
@@ -328,8 +357,10 @@ LAYOUTS = (
 COUNTS = ("_nonfinite_steps", "nonfinite_counter", "bad_steps", "nonfinite_steps")
 """Keys that some of gradscaler's adapters add for a count of non-finite steps."""
 
-AMAX = ("_peak", "_reach", "peak", "reach")
-"""Keys that gradscaler's adapters add for an AmaxScale."""
+OF_OWN_STATE = {
+    f"{prefix}{name}": policy for name, policy in _OWN_STATE.items() for prefix in ("_", "")
+}
+"""A policy, by the keys that gradscaler's adapters add for a state of its own."""
 
-OPTIONAL = ("dynamic", *COUNTS, *AMAX)
+OPTIONAL = ("dynamic", *COUNTS, *OF_OWN_STATE)
 """Keys that a state dict may have beside those of its layout."""

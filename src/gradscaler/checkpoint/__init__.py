@@ -23,7 +23,14 @@ from dataclasses import fields
 from typing import Any
 
 from gradscaler._formats import reading
-from gradscaler._formats.layouts import AMAX, COUNTS, FORMATS, LAYOUTS, Values
+from gradscaler._formats.layouts import (
+    COUNTS,
+    FORMATS,
+    LAYOUTS,
+    OF_OWN_STATE,
+    Values,
+    own_state_of,
+)
 from gradscaler._formats.reading import layout_of, numbers
 from gradscaler._formats.state_dicts import count_in, number_in
 from gradscaler.checkpoint._search import find
@@ -35,7 +42,6 @@ from gradscaler.policies import (
     ScaleState,
     State,
     _checks,
-    amax_interval,
 )
 from gradscaler.policies._spelling import check_policy
 
@@ -86,9 +92,11 @@ def convert(
     """
     _, state_dict = find(state_dict, key)
     kept, lost = state_dict, []
-    if layout_of(state_dict) and any(key in state_dict for key in AMAX):
-        kept = {key: value for key, value in state_dict.items() if key not in (*AMAX, *COUNTS)}
-        lost = [_blind(to)]
+    own = [policy for key, policy in OF_OWN_STATE.items() if key in state_dict]
+    if layout_of(state_dict) and own:
+        left_out = *OF_OWN_STATE, *COUNTS
+        kept = {key: value for key, value in state_dict.items() if key not in left_out}
+        lost = [own_state_of(own[0], to)]
     policy, state = read(kept)
     return _write(policy, state._replace(nonfinite_steps=0) if lost else state, to, lossy, lost)
 
@@ -143,7 +151,7 @@ def _write(policy: OwnPolicy, state: State, to: str, lossy: bool, lost: list[str
     scale = _checks.loss_scale("scale", scale)
     state = ScaleState(scale, *map(count_in, ScaleState._fields[1:], counts))
     if not isinstance(policy, Rule):
-        lost = [_blind(to) if amax_interval(policy) else f"a {type(policy).__name__}'s own state"]
+        lost = [own_state_of(policy, to)]
         policy, state = _without_own_state(policy), state._replace(nonfinite_steps=0)
     layouts = [layout for layout in LAYOUTS if layout.format == to]
     layout = next((each for each in layouts if isinstance(policy, each.rules)), layouts[0])
@@ -163,11 +171,6 @@ def _write(policy: OwnPolicy, state: State, to: str, lossy: bool, lost: list[str
     if words:
         warnings.warn(f"{to}'s format has no place for {words}", stacklevel=3)
     return state_dict
-
-
-def _blind(to: str) -> str:
-    blind = f"{to}'s scaler does not use the size of gradients"
-    return f"an AmaxScale's peak and reach ({blind})"
 
 
 def _without_own_state(policy: OwnPolicy) -> DynamicScale:
