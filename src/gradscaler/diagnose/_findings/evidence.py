@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import median
 
 from gradscaler.diagnose._findings.frameworks import Framework, framework_named
 from gradscaler.diagnose._gradients.fitting_scales import MOST_SAMPLES, has_sizes
@@ -25,10 +26,12 @@ from gradscaler.diagnose._record.located import BadGradient, Located
 from gradscaler.diagnose._record.step import Before, Step
 from gradscaler.diagnose._record.thresholds import (
     ALMOST_ALL,
+    END_LOSSES,
     FEW_CALLS,
     LATEST_SAMPLES,
     SAME_FAILURES,
     SETTLING_SKIPS,
+    STOOD,
 )
 from gradscaler.outcome import HISTORY_LENGTH
 from gradscaler.policies import FixedScale, is_fixed
@@ -131,6 +134,13 @@ class Evidence:
         losses = [step.loss for step in self.past if step.loss is not None]
         is_zero = len(losses) >= FEW_CALLS and losses.count(0.0) >= ALMOST_ALL * len(losses)
         return is_zero and not self.measured
+
+    @property
+    def has_stood(self) -> bool:
+        """Whether the latest losses are not below that of the first step, which is positive."""
+        losses = [step.loss for step in self.past if step.loss is not None][-END_LOSSES:]
+        first = None if self.first is None else self.first.loss
+        return bool(losses) and first is not None and median(losses) >= STOOD * first > 0
 
     @property
     def is_in_float16(self) -> bool | None:

@@ -229,8 +229,13 @@ def _part_of(parameter: Tensor) -> Tensor:
 
 def rates_of(optimizer: object) -> list[float]:
     """The learning rates of an optimizer's groups, as far as they are on the host."""
-    rates = map(operator.methodcaller("get", "lr"), groups_of(optimizer))
-    return [float(rate) for rate in rates if isinstance(rate, (int, float))]
+    return numbers_of(optimizer, "lr")
+
+
+def numbers_of(optimizer: object, setting: str) -> list[float]:
+    """The numbers that a setting has in an optimizer's groups, as far as they are on the host."""
+    values = map(operator.methodcaller("get", setting), groups_of(optimizer))
+    return [float(value) for value in values if isinstance(value, (int, float))]
 
 
 def _has_new_schedule(optimizer: object) -> bool:

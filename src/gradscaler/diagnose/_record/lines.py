@@ -7,6 +7,7 @@ continue from one process to the next.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,6 +45,12 @@ class Bins(NamedTuple):
 
     first: Exponent
     counts: BinCounts
+
+    def share_below(self, number: float | None) -> float:
+        """The share of gradients in bins that end at a number or below; 0 if there is none."""
+        most = math.log2(number) if number else -math.inf
+        below = [count for end, count in enumerate(self.counts, self.first + 1) if end <= most]
+        return sum(below) / max(sum(self.counts), 1)
 
 
 @dataclass(frozen=True)
