@@ -200,6 +200,17 @@ def stalled() -> Training:
     return Training(model, squares, GradScaler(allow_fp16_gradients=True), lr=1e-6)
 
 
+def eps() -> Training:
+    """A mean of a mean, so that the gradients are below the eps of Adam."""
+    model = network()
+
+    def squares(step: int, inputs: Tensor) -> Tensor:
+        return nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True)) / 1e9
+
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    return Training(model, squares, GradScaler(init_scale=2.0**28), optimizer=optimizer)
+
+
 def misuse() -> Training:
     """The forward pass leaves autocast, so that nothing is computed in float16."""
     model = network()
@@ -226,6 +237,7 @@ TRAININGS = {
     "range": out_of_range,
     "state": state,
     "stalled": stalled,
+    "eps": eps,
     "misuse": misuse,
 }
 

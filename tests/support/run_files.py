@@ -28,6 +28,7 @@ HEADLINES = {
     "restart": ("warning", "The run was continued without a part of its state"),
     "dead": ("bad", "Gradients are exactly 0"),
     "stalled": ("bad", "Parameters in 16 bits no longer move"),
+    "eps": ("warning", "The optimizer's eps outweighs the gradients"),
     "range": ("warning", "No scale fits all parameters"),
     "underflow": ("warning", "The scale is too small"),
     "elsewhere": ("bad", "Another rank's gradients are Inf or NaN"),

@@ -5,6 +5,7 @@ import pytest
 from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._record.events import Events
+from gradscaler.diagnose._record.lines import Bins, Optimizers, Sample
 from gradscaler.diagnose._record.step import Step
 from tests.support import run_files
 
@@ -27,6 +28,18 @@ def test_a_loss_that_falls_with_the_scale_in_each_skip_is_told(power, is_told):
 def test_gradients_are_unzeroed_if_a_quarter_of_the_steps_shows_it(steps, count, is_told):
     said = causes(Evidence(steps, 0, events=Events().after({"unzeroed": count})))
     assert ("the backward pass added" in said) == is_told
+
+
+@pytest.mark.parametrize(
+    ("eps", "last", "is_told"),
+    [(2.0**-20, 1.0, True), (2.0**-25, 1.0, False), (2.0**-20, 0.5, False), (None, 1.0, False)],
+)
+def test_an_eps_above_the_gradients_is_told_where_the_loss_stands(eps, last, is_told):
+    past = tuple(Step(step, 1.0, False, 1.0 if step < 20 else last) for step in range(1, 41))
+    seen = Sample(40, 1.0, (), 40, (), norm=1e-7, histogram=Bins(-24, (1, 9)))
+    held = Optimizers(eps=eps)
+    evidence = Evidence(40, 0, first=past[0], past=past, measured=(seen, seen), optimizers=held)
+    assert ("below the optimizer's eps" in causes(evidence)) == is_told
 
 
 @pytest.mark.parametrize(("zero", "is_told"), [(1.0, True), (0.95, True), (0.85, False)])

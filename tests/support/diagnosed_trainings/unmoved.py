@@ -117,3 +117,17 @@ def checkpointed_blocks_behind_a_frozen_embedding(setting: Setting) -> None:
         return cross_entropy(model["head"](hidden).float(), labels)
 
     fit(setting, model, loss_of, 60, optimizer=optimizer)
+
+
+@training("eps", None, "below the optimizer's eps of 1e-0[68].*lower eps")
+def a_loss_that_is_divided_by_the_size_of_the_data_set(setting: Setting) -> None:
+    model = mlp(16, 32, 1)
+    rule = setting.pick(torch.optim.AdamW, torch.optim.RMSprop)
+    optimizer = rule(model.parameters(), lr=1e-3, eps=setting.pick(1e-8, 1e-6))
+
+    inputs = torch.randn(32, 16)
+
+    def loss_of(_: int) -> Tensor:
+        return (model(inputs) - inputs.sum(1, keepdim=True)).square().mean() / 1e10
+
+    fit(setting, model, loss_of, 120, optimizer=optimizer, scaler=_one(), dtype=None)

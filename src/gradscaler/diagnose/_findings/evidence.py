@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import median
+from statistics import fmean
 
 from gradscaler.diagnose._findings.frameworks import Framework, framework_named
 from gradscaler.diagnose._gradients.fitting_scales import MOST_SAMPLES, has_sizes
@@ -26,8 +26,9 @@ from gradscaler.diagnose._record.located import BadGradient, Located
 from gradscaler.diagnose._record.step import Before, Step
 from gradscaler.diagnose._record.thresholds import (
     ALMOST_ALL,
-    END_LOSSES,
+    EARLY,
     FEW_CALLS,
+    LATE,
     LATEST_SAMPLES,
     SAME_FAILURES,
     SETTLING_SKIPS,
@@ -137,10 +138,12 @@ class Evidence:
 
     @property
     def has_stood(self) -> bool:
-        """Whether the latest losses are not below that of the first step, which is positive."""
-        losses = [step.loss for step in self.past if step.loss is not None][-END_LOSSES:]
-        first = None if self.first is None else self.first.loss
-        return bool(losses) and first is not None and median(losses) >= STOOD * first > 0
+        """Whether the latest losses are on average not below the first ones, which are positive."""
+        losses = [step.loss for step in self.past if step.loss is not None]
+        if len(losses) < LATE or self.first is None or self.first.loss is None:
+            return False
+        begin = losses[:EARLY] if self.steps == len(self.past) else [self.first.loss]
+        return fmean(losses[-LATE:]) >= STOOD * fmean(begin) > 0
 
     @property
     def is_in_float16(self) -> bool | None:

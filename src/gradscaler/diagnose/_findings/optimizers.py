@@ -286,6 +286,22 @@ def outside(evidence: Evidence) -> Finding | None:
     )
 
 
+@detector(Phase.SIZE)
+def outweighed(evidence: Evidence) -> Finding | None:
+    """Gradients below the eps of Adam, which then says how small its steps are."""
+    eps = None if evidence.optimizers is None else evidence.optimizers.eps
+    shares = [s.histogram.share_below(eps) for s in evidence.measured if s.histogram]
+    if len(shares) < FEW_SAMPLES or min(shares) < ALMOST_ALL or not evidence.has_stood:
+        return None
+    return Finding(
+        "eps",
+        f"{min(shares):.0%} of the gradients are below the optimizer's eps of {eps:g}, so that is "
+        "what divides them, not their size: the steps are tiny, and the loss does not fall.",
+        "Multiply the loss by a constant, or lower eps; another loss scale does not help.",
+        is_certain=False,
+    )
+
+
 @detector(Phase.MISUSE, needs_scaler=True)
 def unscaled(evidence: Evidence) -> Finding | None:
     """Parameters whose gradients come from a loss that was not scaled, beside one that was."""

@@ -128,7 +128,8 @@ class HeldParameters:
         # Two networks that freeze each other in turn keep their gradients meanwhile.
         left = ((n, p) for n, p in named.items() if id(p) in trained and p.grad is None)
         frozen = tuple(name for name, p in left if not p.requires_grad)
-        seen = Optimizers(idle, self._outside(), rate, weights=weights)
+        eps = max(numbers_of(optimizer, "eps"), default=None)
+        seen = Optimizers(idle, self._outside(), rate, weights=weights, eps=eps)
         return replace(seen, blank=blank, frozen=frozen)
 
     def _own(self) -> set[int]:

@@ -75,7 +75,7 @@ class Verdict:
             overflow. ``"misuse"``: the scaler is called in a wrong way, is not needed, or
             is missing in float16; or the loop has another mistake.
             ``"state"``: an optimizer's state is not finite. ``"stalled"``: updates are too small
-            for the parameters' own dtype.
+            for the parameters' own dtype. ``"eps"``: gradients are below an optimizer's eps.
 
             Kinds with several processes. ``"elsewhere"``: another rank's gradients overflow, and
             this rank's are finite. ``"ranks"``: ranks hold different scales, or skipped different

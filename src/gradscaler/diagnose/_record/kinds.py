@@ -52,6 +52,7 @@ KINDS: dict[str, Kind] = {
     "restart": Kind("warning", "The run was continued without a part of its state"),
     "dead": Kind("bad", "Gradients are exactly 0", is_of_sample=True, explains=("underflow",)),
     "stalled": Kind("bad", "Parameters in 16 bits no longer move", is_of_sample=True),
+    "eps": Kind("warning", "The optimizer's eps outweighs the gradients", is_of_sample=True),
     "range": Kind("warning", "No scale fits all parameters", is_of_sample=True, shows_fit=True),
     "underflow": Kind("warning", "The scale is too small", is_of_sample=True, shows_fit=True),
     "elsewhere": Kind("bad", "Another rank's gradients are Inf or NaN"),

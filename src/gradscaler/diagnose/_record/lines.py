@@ -142,6 +142,7 @@ class Optimizers:
             (``requires_grad=False``) after its first step.
         used: the norm of the gradients that the latest step used, such as clipped ones; None if
             it was not taken.
+        eps: the largest eps of its groups; None if it is not known.
     """
 
     idle: Mapping[str, int] = field(default_factory=dict)
@@ -152,6 +153,7 @@ class Optimizers:
     blank: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     used: Magnitude | None = None
+    eps: Magnitude | None = None
 
 
 @dataclass(frozen=True)
