@@ -288,9 +288,9 @@ def _report(parsed: argparse.Namespace) -> None:
 
 def _explain(parsed: argparse.Namespace) -> None:
     try:
-        from gradscaler.diagnose.report._terminal import Printed, console_of
+        from gradscaler.diagnose.report._plain import print_content
 
-        console_of(sys.stdout).print(Printed(_content_of(parsed.sources)))
+        print_content(_content_of(parsed.sources), sys.stdout)
     except (ImportError, OSError, ValueError) as error:
         raise _failed(error) from None
 
@@ -322,10 +322,10 @@ def _compare(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> Non
     try:
         from gradscaler.diagnose import report
         from gradscaler.diagnose.report._content import content_of_runs, read_each
-        from gradscaler.diagnose.report._terminal import Printed, console_of
+        from gradscaler.diagnose.report._plain import print_content
 
         content = content_of_runs(read_each(parsed.sources))
-        console_of(sys.stdout).print(Printed(content))
+        print_content(content, sys.stdout)
         if parsed.output is not None:
             place = parsed.output
             report.write(content, place)

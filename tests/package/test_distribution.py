@@ -136,7 +136,7 @@ def test_an_adapter_without_its_framework_says_what_to_install(python, adapter):
     ("command", "says"),
     [
         (["demo"], command_for("torch", "demo")),
-        (["explain", "run.jsonl"], command_for("diagnose")),
+        (["watch", "run.jsonl"], command_for("diagnose")),
     ],
 )
 def test_a_command_without_its_extra_says_what_to_install(python, command, says):
@@ -144,6 +144,14 @@ def test_a_command_without_its_extra_says_what_to_install(python, command, says)
     assert (result.returncode, result.stdout) == (1, "")
     assert says in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_a_log_is_explained_without_an_extra(python, tmp_path):
+    log = tmp_path / "train.log"
+    log.write_text("".join(f"iter {step}: loss {2 - step / 100}\n" for step in range(20)))
+    result = python("explain", str(log), script="gradscaler")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "Nothing unusual" in result.stdout
 
 
 def test_the_script_is_the_module(python):
