@@ -1,6 +1,7 @@
 """The verdict on what other tools print, from lines made up in each tool's form."""
 
 import random
+import re
 from math import isnan
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from gradscaler.__main__ import main
 from gradscaler.diagnose import _logs
+from gradscaler.diagnose._logs.lines import PATTERNS
 from tests.support.reports import printed
 
 pytest.importorskip("rich", reason="the terminal is written to with it")
@@ -126,8 +128,37 @@ class NanoGPT(Keras):
         return f"iter {step}: loss {loss:.4f}, time 135.20ms, mfu 17.51%"
 
 
+class MindSpore(Keras):
+    def record(self, step, loss, scale):
+        return f"epoch: 1 step: {step}, loss is {loss}"
+
+
+class PaddleNLP(Keras):
+    def record(self, step, loss, scale):
+        return (
+            f"[2023-04-01 12:00:00,012] [    INFO] - loss: {loss}, learning_rate: 1e-05, "
+            f"global_step: {step}, interval_runtime: 0.5, interval_steps_per_second: 20.0"
+        )
+
+
+class Paddle(Keras):
+    def record(self, step, loss, scale):
+        return f"step {step}/900 - loss: {loss:.4f} - acc: 0.5 - 20ms/step\r"
+
+
+class Ultralytics(Keras):
+    def record(self, step, loss, scale):
+        heads = "      Epoch    GPU_mem   box_loss   cls_loss   dfl_loss  Instances       Size"
+        parts = f"{loss / 4:.4g}      {loss / 2:.4g}      {loss / 4:.4g}"
+        row = (
+            f"      {step}/900      0.51G      {parts}         23        640: 100%|██| 4/4 [00:01]"
+        )
+        return f"{heads}\n{row}"
+
+
 SKIPPING = DeepSpeed, Apex, Fairseq
-SILENT = Trainer, NewTrainer, Lightning, Rich, Keras, Keras2, NanoGPT
+OF_OTHERS = MindSpore, PaddleNLP, Paddle, Ultralytics
+SILENT = Trainer, NewTrainer, Lightning, Rich, Keras, Keras2, NanoGPT, *OF_OTHERS
 ALL = *SKIPPING, Megatron, *SILENT
 
 
@@ -205,10 +236,11 @@ def test_a_loss_that_rises_before_it_is_nan_diverges(judged, tool):
 
 @pytest.mark.parametrize("tool", ALL)
 def test_a_nan_that_no_skip_belongs_to_was_applied(judged, tool):
-    verdict = judged(*trained(tool(), [*FALLING, NAN, NAN, NAN]))
+    lines = trained(tool(), [*FALLING, NAN, NAN, NAN])
+    verdict = judged(*lines)
     assert verdict.kind == "loss"
-    assert "line 13" in verdict.text
-    assert "python -m gradscaler run, which names the operation" in verdict.text
+    assert f"line {13 * len(lines[0].splitlines())} " in verdict.text
+    assert "python -m gradscaler run, which names the " in verdict.text
     assert verdict.findings[0].is_certain
 
 
@@ -273,6 +305,38 @@ def test_megatron_iterations_that_are_all_skipped_hide_no_nan(judged):
     tool = Megatron()
     lines = [tool.record(10 * i, NAN, 2.0 ** (16 - i), skipped=10) for i in range(1, 4)]
     assert judged(*lines, *trained(tool, FALLING, first=4)).kind == "normal"
+
+
+def test_the_nan_iterations_of_megatron_are_losses_that_were_not_finite(judged):
+    tool = Megatron()
+    lines = [tool.record(10 * i, loss, 1.0, skipped=1) for i, loss in enumerate(FALLING, 1)]
+    verdict = judged(
+        *(line.replace("nan iterations:   0", "nan iterations:   1") for line in lines)
+    )
+    assert verdict.kind == "data"
+    assert "12 losses were NaN or Inf, with finite ones between them" in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_named_at_once"),
+    [
+        (trained(NanoGPT(), [2.0, NAN]), True),
+        (["jax/_src/xla_bridge.py: no GPU", *trained(NanoGPT(), [2.0, NAN])], True),
+        (["tensorflow/core: oneDNN", *trained(NanoGPT(), [2.0, NAN])], False),
+        *((trained(tool(), [2.0, NAN]), False) for tool in (Keras, MindSpore, Paddle, PaddleNLP)),
+    ],
+)
+def test_the_command_is_that_of_the_training_s_framework(judged, lines, is_named_at_once):
+    text = judged(*lines).text
+    assert "with python -m gradscaler run, which names the " in text
+    assert ("with --watch STEP, which names the operation" in text) != is_named_at_once
+
+
+def test_no_pattern_takes_the_square_of_a_line_s_length():
+    for *_, text in PATTERNS:
+        kept = re.sub(r"\(\?=\(.*?\)\)\\1", "", re.sub(r"\(\?!.*?\)\)?", "", text))
+        kept = re.sub(r"\(\?:\.\*.*?\)\)\?", "", kept)  # is tried where all before it fits
+        assert len(re.findall(r"\.\*", kept)) <= 1, text
 
 
 def test_megatron_skips_without_end_are_at_the_floor(judged):

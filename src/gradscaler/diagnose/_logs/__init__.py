@@ -23,8 +23,12 @@ _STUCK = 20  # skips in a row, as for a monitor (`stuck_after`)
 _ROSE = 3.0  # times; a language model's loss of 2 or 3 diverges to ln(vocabulary), 10 or so
 _SANK = 2.0**6  # times; single skips lower the scale so far only if they outrun its growth
 _ASK = (
-    "The log does not hold the cause: start a PyTorch script, as it is, with python -m gradscaler "
-    "run, which names the operation and the line that make the first Inf or NaN."
+    "The log does not hold the cause: start the script, as it is, with python -m gradscaler run, "
+)
+_NAMES = "which names the operation and the line that make the first Inf or NaN."
+_NAMES_STEP = (
+    "which names the first bad step, and then with --watch STEP, which names the operation and the "
+    "line."
 )
 _BACK = "go back to an earlier checkpoint, lower the learning rate or warm it up, clip gradients"
 
@@ -82,6 +86,11 @@ def content_of_log(log: Log) -> Content:
     return Content(Headline(kind.level, kind.headline), verdict.text, (), summary, {}, None, ())
 
 
+def _ask(log: Log) -> str:
+    """What names the cause, in the training's framework."""
+    return _ASK + (_NAMES if log.framework in ("", "jax") else _NAMES_STEP)
+
+
 def _is_at_lowest(log: Log) -> bool:
     """Whether steps still overflow at a scale that no longer enlarges gradients, or cannot fall."""
     scale = log.scales[-1] if log.scales else math.inf
@@ -105,7 +114,7 @@ def _diverged(log: Log) -> Finding | None:
     so = so or (", and then the steps failed" if failed else "")
     cause = f"The loss rose from {number(log.usual)} to {number(loss)}{so}."
     action = f"It diverges at any loss scale: {_BACK}. If it rose after one batch, look there."
-    return Finding("divergence", cause, f"{action} {_ASK}", is_certain=failed)
+    return Finding("divergence", cause, f"{action} {_ask(log)}", is_certain=failed)
 
 
 def _not_finite(log: Log) -> Finding | None:
@@ -118,12 +127,12 @@ def _not_finite(log: Log) -> Finding | None:
     trap = f" ({log.trap})" if log.trap else ""
     if skips:
         cause = f"{since}{trap}, and {_were(skips)} skipped since then."
-        action = f"No loss scale fixes a loss that is NaN before it is scaled. {_ASK}"
+        action = f"No loss scale fixes a loss that is NaN before it is scaled. {_ask(log)}"
         return Finding("loss", cause, action, count=log.bad_now, is_certain=False)
     cause = f"{since}{trap}, and no line says that a step was skipped."
     action = (
         "If the NaN was applied, all weights are NaN: later steps repair nothing, so stop the run, "
-        f"and go back to a checkpoint from before. {_ASK}"
+        f"and go back to a checkpoint from before. {_ask(log)}"
     )
     return Finding("loss", cause, action, count=log.bad_now, is_certain=log.bad_now >= FEW_EVENTS)
 
@@ -138,7 +147,7 @@ def _stopped(log: Log) -> Finding | None:
                 "activations": f"the first NaN or Inf in the output of {where}",
             }[kind]
             return Finding(
-                kind, f"{tool} found {what}.", f"No loss scale fixes this. {_ASK}", where
+                kind, f"{tool} found {what}.", f"No loss scale fixes this. {_ask(log)}", where
             )
     return None
 
@@ -157,7 +166,7 @@ def _overflows(log: Log) -> Finding | None:
         f"Gradients still overflow{scale}{fell}: the last {log.streak:,} skips are in a row, "
         f"{when}.{stop}",
         "A lower minimum only delays this: the loss or the weights may be NaN, or the training "
-        f"diverges. {_ASK}",
+        f"diverges. {_ask(log)}",
         count=log.streak,
         is_certain=False,
     )
@@ -177,7 +186,7 @@ def _goes_on(log: Log) -> Finding | None:
     if bad >= FEW_EVENTS:
         cause = f"{bad:,} losses were NaN or Inf, with finite ones between them"
     action = "Some batches are bad: look there for NaN, Inf, empty masks and outliers."
-    return Finding("data", f"{cause}.", f"{action} {_ASK}", is_certain=False)
+    return Finding("data", f"{cause}.", f"{action} {_ask(log)}", is_certain=False)
 
 
 def _of_evaluation(log: Log) -> Finding | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -39,20 +40,35 @@ PATTERNS = (
     ("fairseq", "record", "num_updates", r"^(?!.*\bvalid\b)"),
     ("Megatron-LM", "loss", "in local forward", r"found (?:NaN|Inf) in local forward loss"),
     ("Megatron-LM", "nan", "in local grad", r"found (?:NaN|Inf) in local grad norm"),
-    ("Megatron-LM", "record", "skipped it", r"skipped iterations: *(?P<skipped>\d{1,15})"),
+    (
+        "Megatron-LM",
+        "record",
+        "skipped it",
+        r"skipped iterations: *(?P<skipped>\d{1,15})(?:.*\bnan iterations: *(?P<nan>\d{1,15}))?",
+    ),
     (_TRAINER, "record", "loss", r"\{['\"]loss['\"]: "),
+    ("MindSpore", "record", "loss is", r"\bepoch: *\d+,? +step: *\d+,? +loss is"),
+    ("PaddleNLP", "record", "global_step", r"\bloss: .*\bglobal_step: *\d"),
+    ("Paddle", "record", "- loss: ", r"^\s*step +\d+/\d+ .*s/step"),
+    ("ultralytics", "record", "ultralytics loss", ""),
     ("Keras", "loss", "invalid loss", "Invalid loss, terminating training"),
     ("Keras", "loss", "loss encountered", "NaN or Inf loss encountered at batch"),
     ("Keras", "record", " - loss: ", r"\d/(?:\d+|Unknown)\b"),
     ("Lightning", "loss", "loss returned", r"in `training_step` is (?:nan|inf)"),
-    ("Lightning", "loss", "is not finite", r"metric \S*loss\S* = \S*(?:nan|inf)\S* is not finite"),
+    (
+        "Lightning",
+        "loss",
+        "is not finite",
+        r"metric \S{0,99}loss\S* = \S*(?:nan|inf)\S* is not finite",
+    ),
     ("Lightning", "record", "loss", r"^\s*Epoch \d+.*(?:it/s|s/it)"),
     ("tqdm", "record", "loss", r"^(?!.*train_runtime).*(?:it/s|s/it)"),
     (
         "a loop of your own",
         "record",
         "loss",
-        r"^(?!.*(?:\bvalid\b|train_runtime)).*\b(?:step|iter|iteration|epoch|batch)\b.*"
+        # A group in a lookahead is not left again: a long line takes no square of its length.
+        r"^(?!.*(?:\bvalid\b|train_runtime))(?=(.*?\b(?:step|iter|iteration|epoch|batch)\b))\1.*"
         r"loss(?:\W{0,3}[:=]|\W{1,4}(?:\d+\.\d|nan|inf))",
     ),
     ("a loop of your own", "record", "loss", rf"^\W*loss\W{{1,4}}(?:tensor\()?{_N}"),
@@ -70,8 +86,8 @@ _TRAPS = {
 
 
 def _field(name: str, value: str = _N) -> re.Pattern[str]:
-    """A pattern for a value after a name, as ``name: 1``, ``name=1`` or ``name 1``."""
-    return re.compile(rf"{name}['\"]?(?:\s*[:=]\s*|\s+)['\"]?(?:tensor\()?({value})")
+    """A pattern for a value after a name, as ``name: 1``, ``name=1``, ``name 1``, ``name is 1``."""
+    return re.compile(rf"{name}['\"]?(?:\s*[:=]\s*|\s+(?:is\s+)?)['\"]?(?:tensor\()?({value})")
 
 
 _COMPILED = [
@@ -87,6 +103,10 @@ _SCALE = _field("scale(?<=loss.scale)")
 _STEP = _field("(?:step|iteration|iter|num_updates)", r"\d{1,15}\b")
 _NOISE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x08")  # colours, and bars that are redrawn
 _RANK = re.compile(r"\s*(?:\[\d+,(\d+)\]<\w+>:|\[(?:rank|default)(\d+)\]:|(?:worker-)?(\d+): )")
+# What a program that trains in a framework prints of it, such as the path of a warning.
+_MENTIONS = re.compile(r"\b(jax|paddle|mindspore|keras|tensorflow)\b")
+_OF_TOOLS = {"MindSpore": "mindspore", "PaddleNLP": "paddle", "Paddle": "paddle", "Keras": "keras"}
+_CELL = re.compile(r"\s*(\d+)/\d+\s")  # the first of a row of ultralytics' columns
 _QUIET = 3  # records in a row without a skip: a step was applied, though a bar prints one twice
 _LARGE = 0.01  # a loss; from one as small, 0.0 may be rounded
 
@@ -116,13 +136,18 @@ class Log:
     since: str = ""  # where these began
     good: int = 0  # skips until then
     trap: str = ""  # of the tool that printed the latest of these
+    columns: tuple[int, ...] = ()  # of ultralytics' losses
+    mentioned: str = ""  # the framework that a line names first
     evaluated: int = 0  # the first line with a loss of an evaluation that is not finite
 
     def add(self, line: str) -> None:
         """Take in one line. A line of several ranks counts on the first that printed its like."""
         if "\x1b" in line or "\x08" in line:
             line = _NOISE.sub("", line)
+        line = self._in_words(line)
         low = line.lower()
+        if not self.mentioned and (named := _MENTIONS.search(low)):
+            self.mentioned = named[1]
         if not self.evaluated and ("nan" in low or "inf" in low) and _EVALUATED.search(low):
             self.evaluated = self.lines
         rank = _RANK.match(line)
@@ -139,8 +164,27 @@ class Log:
                 elif what == "skip":
                     self._add_skip(found[0], given)
                 else:
+                    self.bad += int(given.get("nan") or 0)  # which were skipped
                     self._add_steps(tool, what, low, int(given.get("skipped") or 0))
                 return
+
+    @property
+    def framework(self) -> str:
+        """The framework of the training, if a tool or a line names one that is not PyTorch."""
+        return next((_OF_TOOLS[tool] for tool in self.tools if tool in _OF_TOOLS), self.mentioned)
+
+    def _in_words(self, line: str) -> str:
+        """A row of ultralytics' columns as a line with their sum; other lines as they are."""
+        if "_loss" in line and "Epoch" in line and "GPU_mem" in line:
+            self.columns = tuple(n for n, w in enumerate(line.split()) if w.endswith("_loss"))
+        row = _CELL.match(line) if self.columns else None
+        cells = line.split()
+        if row is None or len(cells) <= self.columns[-1]:
+            return line
+        with suppress(ValueError):
+            total = sum(float(cells[place]) for place in self.columns)
+            return f"epoch {row[1]} ultralytics loss: {total}"
+        return line
 
     def _add_skip(self, text: str, given: dict[str, str | None]) -> None:
         before, after = (float(given.get(key) or math.nan) for key in ("before", "after"))
