@@ -85,6 +85,7 @@ PRIVATE = {
     "diagnose._logs": {"__main__"},
     "diagnose.report._content": {"__main__", "diagnose._logs", "diagnose.simulate"},
     "diagnose.report._picture": {"demo"},
+    "diagnose.report._plain": {"__main__"},
     "diagnose.report._terminal": {"__main__"},
     "diagnose.report._watch": {"__main__"},
     "diagnose.report._words": {"diagnose._logs", "diagnose.simulate"},

@@ -25,7 +25,7 @@ _TEXT = (
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options, the script's own command line, and the texts of the help."""
     parser.description, parser.epilog = _TEXT, f"example: {parser.prog} train.py --lr 0.1"
-    parser.usage = f"{parser.prog} [OPTION ...] (SCRIPT | -m MODULE) ..."
+    parser.usage = f"{parser.prog} [-h] [OPTION ...] (SCRIPT | -m MODULE) ..."
     output = "the folder of the run files (%(default)s)"
     parser.add_argument(
         "-o", "--output", type=_folder, default=Path(FOLDER), metavar="FOLDER", help=output
