@@ -237,7 +237,7 @@ def touched(rank, model):
 
     for owner, names in (
         (source, ("scaled", "unscaling", "stepping", "stepped", "updating", "updated")),
-        (source._watch._hooks, ("_enter", "_leave")),
+        (source._watch._hooks, ("enter_module", "leave_module")),
     ):
         for name in names:
             setattr(owner, name, noted(getattr(owner, name)))
