@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,26 +16,19 @@ from numpy.typing import NDArray
 from gradscaler.diagnose._gradients.arrays import local, sample_of
 from gradscaler.diagnose._gradients.reading import Tensor, largest
 from gradscaler.diagnose._graph.places import in_memory
-from gradscaler.diagnose._monitor.gradient_mark import Mark, is_unchanged, mark_of
 from gradscaler.diagnose._monitor.parameters import (
     OptimizersParameters,
     groups_of,
     has_stepped,
     held_by,
 )
+from gradscaler.diagnose._monitor.used_gradients import Mark, is_unchanged, mark_of
 from gradscaler.diagnose._record.lines import UNOWNED, Optimizers
 from gradscaler.diagnose._record.thresholds import RATE_JUMPED
 
 _SETTINGS = "lr", "weight_decay", "momentum", "betas", "eps"
 _FADED = 1e-6  # times the largest learning rate
 _FEW_ELEMENTS = 16  # of a parameter; one that moves changes in these, too
-
-
-class _Outer(NamedTuple):
-    """A parameter that no optimizer holds: some of its elements, and its gradient."""
-
-    part: NDArray[Any]
-    mark: Mark | None
 
 
 class HeldParameters:
@@ -53,7 +46,8 @@ class HeldParameters:
         self._idle: dict[int, int] = {}  # steps without a gradient, of those that made no other
         self.names: dict[int, str] = {}  # of optimizers, by their modules
         self._stepped: set[int] = set()
-        self._outer: dict[str, _Outer] = {}  # those outside, at the sample before
+        # Those outside, at the sample before: some of their elements, and their gradients.
+        self._outer: dict[str, tuple[NDArray[Any], Mark | None]] = {}
         self._unheld: list[tuple[int, NDArray[Any]]] = []  # one of nobody's, by its id
         self._resumed: dict[int, Sequence[float]] = {}  # first rates of those that had a state
         self._peaks: dict[int, list[float]] = {}  # the largest rate of each group, by optimizer
@@ -182,7 +176,7 @@ class HeldParameters:
         """Whether an optimizer holds a parameter of the model, if there is one."""
         if self._model is None:
             return True
-        own = {id(p) for p in self._model.parameters()}
+        own = self._own()
         return not own.isdisjoint(self._held.get(id(optimizer), own))
 
     def _outside(self) -> tuple[str, ...]:
@@ -205,11 +199,13 @@ class HeldParameters:
             for place, (name, parameter) in enumerate(named.items())
             if place > first and id(parameter) not in held and _is_used(parameter)
         }
-        before, self._outer = self._outer, {name: _outer_of(p) for name, p in rest.items()}
-        known = {name: before[name] for name in rest if name in before}
-        still = [n for n, was in known.items() if np.array_equal(was.part, self._outer[n].part)]
+        before = self._outer
+        parts = {name: np.array(sample_of(p, _FEW_ELEMENTS)) for name, p in rest.items()}
+        self._outer = {name: (parts[name], mark_of(p.grad)) for name, p in rest.items()}
+        known = [name for name in rest if name in before]
+        still = [n for n in known if np.array_equal(before[n][0], parts[n])]
         moved = {_module_of(name) for name in known if name not in still}
-        new = [name for name in still if not is_unchanged(known[name].mark, rest[name].grad)]
+        new = [name for name in still if not is_unchanged(before[name][1], rest[name].grad)]
         return tuple(name for name in new if _module_of(name) not in moved)
 
     def _name_of(self, optimizer: object) -> str:
@@ -217,7 +213,7 @@ class HeldParameters:
         if self._model is None:
             return type(optimizer).__name__
         held = self._parameters.named(optimizer)
-        if {id(p) for p in self._model.parameters()}.isdisjoint(map(id, held.values())):
+        if self._own().isdisjoint(map(id, held.values())):
             return UNOWNED
         names = ["/" + name.replace(".", "/") for name in held]
         common = os.path.commonpath(names or ["/"])[1:].replace("/", ".")
@@ -284,8 +280,3 @@ def _is_used(parameter: Tensor) -> bool:
     gradient = getattr(parameter, "grad", None)
     is_kept = gradient is None or not getattr(parameter, "requires_grad", True)
     return not is_kept and bool(largest(gradient) != 0)
-
-
-def _outer_of(parameter: Tensor) -> _Outer:
-    part = np.array(sample_of(parameter, _FEW_ELEMENTS))
-    return _Outer(part, mark_of(parameter.grad))

@@ -33,10 +33,13 @@ from gradscaler.diagnose._monitor.held_parameters import (
 )
 from gradscaler.diagnose._monitor.iterations import Iteration, Iterations
 from gradscaler.diagnose._monitor.parameters import OptimizersParameters, has_stepped
-from gradscaler.diagnose._monitor.repeated_steps import RepeatedSteps, SharedParameters
 from gradscaler.diagnose._monitor.step_log import StepSource, StuckError
 from gradscaler.diagnose._monitor.training_mode import TrainingMode
-from gradscaler.diagnose._monitor.used_gradients import UsedGradients
+from gradscaler.diagnose._monitor.used_gradients import (
+    RepeatedSteps,
+    SharedParameters,
+    UsedGradients,
+)
 from gradscaler.diagnose._record.events import Counted, Event
 from gradscaler.diagnose._record.lines import BadStep
 from gradscaler.diagnose._record.step import Step
