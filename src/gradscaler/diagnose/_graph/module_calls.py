@@ -6,18 +6,19 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from gradscaler.diagnose._graph.stand_ins import in_place_of
 
 Module = Any
 
 
-class CallListener(Protocol):
+class CallListener:
     """An object that is told of the calls of modules. What goes wrong in it reaches no call."""
 
     def enter_module(self, module: Module, *inputs: object) -> bool:
         """A call begins, with these arguments of both kinds; return whether to tell its end."""
+        return False
 
     def leave_module(self, module: Module, outputs: object) -> None:
         """The call has returned."""

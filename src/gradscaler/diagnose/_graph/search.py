@@ -22,7 +22,7 @@ from gradscaler.diagnose._graph.sources import Sources
 from gradscaler.diagnose._record.located import Located
 
 
-class Search:
+class Search(module_calls.CallListener):
     """Searches the forward and backward passes between ``start()`` and ``stop()``.
 
     What each call of a function of PyTorch makes is read, and each node of a graph has a hook. A
@@ -98,9 +98,6 @@ class Search:
     def enter_module(self, module: Module, *_: object) -> bool:
         """Tell the end of the call of a module of the model."""
         return any(module is each for each in self._places.modules)
-
-    def end_module(self) -> None:
-        """Nothing to do."""
 
     def leave_module(self, module: Module, outputs: object) -> None:
         """Note the module of the nodes that no call made, but a function of the user's own."""

@@ -12,7 +12,7 @@ from gradscaler.diagnose._graph import module_calls
 Module = Any
 
 
-class ModuleHooks:
+class ModuleHooks(module_calls.CallListener):
     """Gives what the modules of a model of PyTorch return, between ``start()`` and ``stop()``.
 
     The modules have no hooks, as one may be saved, copied or scripted.
@@ -57,9 +57,6 @@ class ModuleHooks:
         for tensor in floating(self._framework.Tensor, outputs):
             if self.see_output is not None:
                 self.see_output(tensor, self._names[id(module)])
-
-    def end_module(self) -> None:
-        """Nothing to do."""
 
     @property
     def is_evaluating(self) -> bool:

@@ -213,7 +213,7 @@ class Monitor:
         is_given = has_scaler or is_recorded_loop
         self._scaler = scaler if is_given else PlainLoop(model, optimizers, is_loop)
         scaler = self._scaler
-        rank, self._world_size = _rank_and_world_size()
+        rank, self._world_size = rank_and_world_size()
         is_enabled = not is_eager or scaler.observed.is_enabled
         if log is not None and not callable(log):
             raise TypeError(f"log must be a function or None, got {log!r}")
@@ -551,7 +551,7 @@ def _versions(framework: str) -> dict[str, str]:
     return {"Python": python_version(), **{name: str(each) for name, each in found.items()}}
 
 
-def _rank_and_world_size() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
     """The rank of this process, and how many processes there are; (0, 1) if it trains alone.
 
     Both come from torch.distributed if it is initialized, else from the environment variables that

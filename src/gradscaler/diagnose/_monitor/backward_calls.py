@@ -7,13 +7,13 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any
 
 from gradscaler.diagnose._gradients.reading import Tensor
 from gradscaler.diagnose._graph.guard import guard, guarded
 
 
-class BackwardListener(Protocol):
+class BackwardListener:
     """An object that is told of backward passes."""
 
     def before_backward(self, losses: Sequence[Tensor]) -> None:

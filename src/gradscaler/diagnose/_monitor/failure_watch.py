@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from gradscaler.diagnose._gradients.reading import Tensor
 from gradscaler.diagnose._graph.budget import LOOKED_AT, WATCHED, Budget
 from gradscaler.diagnose._graph.hooks import weakly
 from gradscaler.diagnose._locate.locate import seam_of
-from gradscaler.diagnose._locate.module_hooks import ModuleHooks, framework_of
+from gradscaler.diagnose._locate.module_hooks import ModuleHooks
 from gradscaler.diagnose._monitor.step_log import StepLog
 from gradscaler.diagnose._record.located import Located, is_exact
 from gradscaler.diagnose._record.step import Step
@@ -21,20 +20,11 @@ _CREDIT = 0.1  # seconds: too few to be missed, and enough to look at a short ru
 _CREDIT_OF_OPERATIONS = 1.0  # as the watches of PyTorch's operations have
 
 
-class _Operations:
-    """Finds the first operation of TensorPlay or Paddle whose Inf or NaN reaches a result.
+class _Operations(ModuleHooks):
+    """Finds the first operation of TensorPlay or Paddle whose Inf or NaN reaches a result."""
 
-    It has the methods of :class:`ModuleHooks` that a watch calls.
-    """
-
-    see_output: object = None
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.may_continue: Callable[[], bool] | None = None
-        self.located: Located | None = None
-        self._framework = framework_of(model)
-        self._seam: EagerSeam | None = None
+    located: Located | None = None
+    _seam: EagerSeam | None = None
 
     def start(self) -> None:
         """Begin to see the operations of this thread."""
@@ -49,11 +39,6 @@ class _Operations:
         if seam is not None:
             seam.stop()
             self.located = seam.located
-
-    @property
-    def is_evaluating(self) -> bool:
-        """Whether the model is being evaluated."""
-        return not (self.model.training or self._framework.is_grad_enabled())
 
 
 class FailureWatch:
@@ -76,7 +61,7 @@ class FailureWatch:
 
     def __init__(self, model: object, log: StepLog, finds_operations: bool) -> None:
         self._log, self._finds_operations = log, finds_operations
-        self._hooks: ModuleHooks | _Operations | None = None
+        self._hooks: ModuleHooks | None = None
         with suppress(TypeError):  # there may be no model
             self._hooks = _Operations(model) if finds_operations else ModuleHooks(model)
             self._hooks.may_continue = weakly(self._may_continue)

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 from gradscaler.diagnose._gradients.reading import Tensor
 from gradscaler.diagnose._graph.nodes import MOST_LOSSES
-from gradscaler.diagnose._monitor.gradient_check import LateCheck
+from gradscaler.diagnose._monitor.gradient_check import HostCopy, LateCheck
 from gradscaler.diagnose._monitor.gradient_sample import GradientSample, fields_of, is_sampled
-from gradscaler.diagnose._monitor.host_copy import HostCopy
 from gradscaler.diagnose._monitor.scaled_losses import ScaledLosses
 from gradscaler.diagnose._monitor.step_log import Observations, StepLog
 from gradscaler.diagnose._record.events import Counted, Event

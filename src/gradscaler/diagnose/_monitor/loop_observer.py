@@ -17,11 +17,11 @@ from gradscaler.diagnose._graph.watch import GraphWatch
 from gradscaler.diagnose._monitor.gradient_check import (
     Glance,
     GradientCheck,
+    HostCopy,
     LateCheck,
     elements_of,
     nonfinite,
 )
-from gradscaler.diagnose._monitor.host_copy import HostCopy
 from gradscaler.diagnose._monitor.iterations import Iteration
 from gradscaler.diagnose._monitor.observer import EagerObserver, closes_if_asked
 from gradscaler.diagnose._monitor.parameters import held_by

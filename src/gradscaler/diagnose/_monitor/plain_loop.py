@@ -37,7 +37,7 @@ class BackwardObserver(Observer, Protocol):
         """Whether the latest backward passes failed, and the script goes on without a step."""
 
 
-class PlainLoop:
+class PlainLoop(backward_calls.BackwardListener):
     """Announces the losses and the steps of a loop to an observer, as a scaler with a scale of 1.
 
     An iteration is a run of backward passes and the steps that follow them. It ends at the next

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -84,6 +85,7 @@ class EagerSeam(ABC):
         parameters: the parameters of the model.
     """
 
+    package: ClassVar[str]  # the framework's
     calls: ClassVar[Calls]
     backward_passes: ClassVar[frozenset[str]]  # the functions that run one
     hooks_any: ClassVar[bool]  # whether a node can be hooked whose operation was not seen
@@ -120,17 +122,18 @@ class EagerSeam(ABC):
         """Note the results of a pass. An Inf or NaN that reaches none of them does no harm."""
         self.calls.unseen(self._judge.end_in, self._numbers_in(results))
 
-    # What a framework supplies.
-
     @property
-    @abstractmethod
     def tensor(self) -> type[Any]:
         """The framework's class of tensors."""
+        kind: type[Any] = sys.modules[self.package].Tensor
+        return kind
 
     @property
-    @abstractmethod
     def is_recording(self) -> bool:
         """Whether operations are added to the graph."""
+        return bool(sys.modules[self.package].is_grad_enabled())
+
+    # What a framework supplies.
 
     @abstractmethod
     def address(self, node: Node) -> int:

@@ -38,20 +38,10 @@ class PaddleSeam(EagerSeam):
     ends the process. So it has none.
     """
 
+    package = "paddle"
     calls = Calls(_places)
     backward_passes = _BACKWARD
     hooks_any = False
-
-    @property
-    def tensor(self) -> type[Any]:
-        """The class of tensors."""
-        kind: type[Any] = sys.modules["paddle"].Tensor
-        return kind
-
-    @property
-    def is_recording(self) -> bool:
-        """Whether operations are added to the graph."""
-        return bool(sys.modules["paddle"].is_grad_enabled())
 
     def address(self, node: Node) -> int:
         """The address of a node."""

@@ -50,20 +50,10 @@ class TensorPlaySeam(EagerSeam):
     A hook cannot be removed from a node of TensorPlay. It does nothing after ``stop()``.
     """
 
+    package = "tensorplay"
     calls = Calls(_places)
     backward_passes = frozenset(_BACKWARD)
     hooks_any = True
-
-    @property
-    def tensor(self) -> type[Any]:
-        """The class of tensors."""
-        kind: type[Any] = sys.modules["tensorplay"].Tensor
-        return kind
-
-    @property
-    def is_recording(self) -> bool:
-        """Whether operations are added to the graph."""
-        return bool(sys.modules["tensorplay"].is_grad_enabled())
 
     def address(self, node: Node) -> int:
         """The address of a node."""
