@@ -186,11 +186,10 @@ class Session(Runs):
 
     def _open(self, key: object, scaler: Any, *_: Any) -> None:
         self._find_model()
-        model, search = one_model(self._model), None
-        if self._options.watch is not None:
-            search = Search(model)
+        model, is_watched = one_model(self._model), self._options.watch is not None
+        super()._open(key, scaler, model, Search(model) if is_watched else None)
+        if is_watched:  # after the hooks of the monitor, which count the steps
             self._see_steps()
-        super()._open(key, scaler, model, search)
 
     def _see_steps(self) -> None:
         """See the steps of whatever optimizer of PyTorch, for the operations of one of them."""
@@ -209,7 +208,8 @@ class Session(Runs):
 
     def _end_open(self) -> None:
         super()._end_open()
-        remove_unless_stepping(self._handles)
+        if self._handles:
+            remove_unless_stepping(self._handles)
 
     def _find_model(self) -> None:
         """Find the model of the optimizers that were made since the latest run began."""
