@@ -11,7 +11,7 @@ tasks: $(NOX)
 	$(NOX) --list
 
 clean:
-	rm -rf .venv mutants site jupyter_execute docs/reference
+	rm -rf .venv site jupyter_execute docs/reference
 
 # Two tasks at a time would wait for one another with one cache of mypy's.
 %: export MYPY_CACHE_DIR = $(CURDIR)/.mypy_cache/$@

@@ -189,9 +189,12 @@ def check_types(session: nox.Session, framework: str) -> None:
     run(session, ENVIRONMENT_OF[framework], "-m", "mypy", *sources_of(framework), *tools, *scripts)
 
 
-def run_tests(session: nox.Session, framework: str, part: str, **switches: str) -> None:
+def run_tests(
+    session: nox.Session, framework: str, part: str, tests: list[str] | None = None, **switches: str
+) -> None:
     """Run doctests and tests with one framework; warnings are errors."""
-    options = session.posargs or [*IN_PARALLEL, *tests_of(framework, part)]
+    tests = session.posargs or tests or tests_of(framework, part)
+    options = [*([] if session.posargs else IN_PARALLEL), *tests]
     variables = variables_of(framework, part) | switches
     cache = Path(f".pytest_cache/{framework}{part}")  # of its own, as tasks run side by side
     shutil.rmtree(cache, ignore_errors=True)
@@ -443,9 +446,57 @@ print(*(each for each in core.__cpu_dispatch__ if core.__cpu_features__[each]))
 """
 
 
+# The tests whose numbers are computed by a framework's kernels, and compared to the bit, to another
+# scaler's, or to float64. Whatever the instructions, the same Python runs in the others: those of
+# texts, types, documents, files, options, the order of calls, interrupts, processes and examples,
+# and those of what is watched and said, as a NaN is a NaN on each processor.
+COMPUTING = {
+    "torch": [
+        "tests/policies",  # the rule, on tensors of each library
+        "tests/diagnose/gradients",  # exponents and histograms
+        "tests/diagnose/operations",  # where each operation is Inf or NaN
+        "tests/torch/test_compile.py",  # Inductor generates code for the processor
+        "tests/torch/weights",
+        *(f"tests/torch/test_{name}.py" for name in ("dtypes", "flat", "norm", "overflow")),
+    ],
+    "jax": [
+        "tests/jax/test_operations.py",
+        "tests/jax/test_optax.py",
+        "tests/jax/test_scaler.py",
+        "tests/jax/test_sharded.py",  # XLA compiles its reductions
+    ],
+    "keras": ["tests/keras/test_fit.py", "tests/keras_like/test_rule.py"],
+    "tf_keras": ["tests/keras_like/test_rule.py"],
+    "paddle": [
+        "tests/paddle/test_devices_and_dtypes.py",
+        "tests/paddle/test_small_tensors.py",
+        "tests/paddle/test_static_graph.py",
+    ],
+    "tensorplay": ["tests/tensorplay/test_dtypes.py"],
+    "mindspore": ["tests/mindspore/test_agreement.py", "tests/mindspore/test_scaler.py"],
+}
+# What every framework has of these, under the names of its own folder or of one that it shares.
+COMPUTING_EVERYWHERE = [
+    "tests/conformance",  # the frameworks' own scalers, step by step
+    "tests/*/test_against_native.py",
+    "tests/*/test_amax.py",
+    "tests/*/test_clip.py",
+    "tests/*/test_master_weights*.py",
+    "tests/*/test_mixed_gradients.py",
+]
+
+
+def computing_tests_of(framework: str) -> list[str]:
+    """The paths of a framework's tests that an older processor's instructions may change."""
+    folders = [path for part in RUNS.get(framework, [""]) for path in tests_of(framework, part)]
+    everywhere = matching(*COMPUTING_EVERYWHERE)
+    shared = [path for path in everywhere if {path, str(Path(path).parent)} & {*folders}]
+    return [*shared, *COMPUTING[framework]]
+
+
 @task("test-processors", *ENVIRONMENTS)
 def test_processors(session: nox.Session) -> None:
-    """Run every framework's tests by older processors' instructions, on one thread and on two."""
+    """Run the tests that compute by older processors' instructions, on one thread and on two."""
     for framework, environment in ENVIRONMENT_OF.items():
         python = f".venv/{environment}/bin/python"
         choices = session.run(
@@ -454,9 +505,9 @@ def test_processors(session: nox.Session) -> None:
         for processor, switches in PROCESSORS.items():
             if processor == "sse4":
                 switches = {**switches, "NPY_DISABLE_CPU_FEATURES": str(choices).strip()}
-            for part in RUNS.get(framework, [""]):
+            for part in RUNS[framework] if framework == "keras" else [""]:
                 session.log(f"{framework} {part} on {processor}")
-                run_tests(session, framework, part, **switches)
+                run_tests(session, framework, part, computing_tests_of(framework), **switches)
 
 
 @task("coverage", *ENVIRONMENTS)
@@ -527,13 +578,10 @@ def conformance(session: nox.Session) -> None:
     run(session, "torch", "-m", "tests.conformance.table", str(recorded))
 
 
-@nox.session
+@task("mutants", "torch")
 def mutants(session: nox.Session) -> None:
-    """Change the rule and the engine in small ways; list changes that no test notices (1 hour)."""
-    install(session, "mutants")
-    # mutmut forks, and OpenMP's threads do not survive that.
-    session.run("mutmut", "run", env={"OMP_NUM_THREADS": "1"})
-    session.run("mutmut", "results")
+    """Change rule, engine, weights and findings in small ways; list what no test notices."""
+    run(session, "torch", "-m", "tests.support.mutants", *session.posargs, env=ONE_THREAD)
 
 
 @task("pictures", "torch")

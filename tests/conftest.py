@@ -32,8 +32,8 @@ settings.register_profile(
     max_examples=100 if chosen.IS_ALL else 30,
 )
 settings.load_profile("untimed")
-if "MUTANT_UNDER_TEST" in os.environ:  # `make mutants` needs any failing example
-    settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate], max_examples=100)
+if "GRADSCALER_MUTANT" in os.environ:  # `make mutants` needs any failing example
+    settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate])
     settings.load_profile("mutants")
 
 
