@@ -153,6 +153,16 @@ def test_a_full_disk_leaves_the_file_as_it_was(name, folder, capsys):
         check_failed(folder, capsys, os.strerror(errno.EFBIG), target=name)
 
 
+def test_the_log_of_a_full_disk_s_test_may_be_a_file(tmp_path):
+    """The limit of the test above holds for each file that pytest writes meanwhile, too."""
+    test = f"{__file__}::test_a_full_disk_leaves_the_file_as_it_was[out.json]"
+    with (tmp_path / "log").open("w") as log:
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-s", test]
+        done = subprocess.run(command, stdout=log, stderr=log, check=False)
+    assert done.returncode == 0, (tmp_path / "log").read_text()
+    assert "1 passed" in (tmp_path / "log").read_text()
+
+
 @pytest.mark.parametrize("name", ["os.fsync", "pathlib.Path.replace"])
 @pytest.mark.parametrize(
     ("error", "status", "said"),

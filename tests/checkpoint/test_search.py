@@ -96,6 +96,8 @@ def test_a_key_that_is_not_there_gets_a_list_of_those_that_are():
     assert refused(saved, "scaler") == f"there is no key 'scaler'; {keys}"
     inside = "the keys in state are scaler, lr.x"
     assert refused(saved, "state.amp") == f"there is no key 'state.amp'; {inside}"
+    joined = f"there is no key 'state-scaler'; {keys}"
+    assert refused(saved, "state-scaler") == joined  # only a dot parts names
     assert refused(saved, "epoch") == "epoch is a int, not a dict"
     assert refused(saved, 3) == "key must be a str, got int"
     assert refused(saved, "model") == "these keys do not match any known format: w"

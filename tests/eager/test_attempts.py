@@ -548,6 +548,20 @@ def test_retries_that_another_loop_used_up_are_not_the_reason_of_its_skip(scaler
     assert scaler.last_step(regression.optimizer).reason == "overflow"
 
 
+def test_a_bad_batch_after_a_loop_that_was_left_early_counts_one_overflow(scaler):
+    regression = Regression()
+    for attempt in scaler.attempts(regression.optimizer):
+        regression.backward(scaler, 0, overflows=attempt < 1)
+        if attempt == 1:
+            break
+    for _ in scaler.attempts(regression.optimizer, max_retries=1):
+        regression.backward(scaler, 1, overflows=True)
+    scaler.step(regression.optimizer)
+    scaler.update()
+    assert not scaler.last_step(regression.optimizer).applied
+    assert library.scale_of(scaler) == 512.0  # not that of the first loop, backed off
+
+
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_after_an_exception_the_gradients_can_be_cleared_and_made_again(scaler, at):
     ours, plain = Regression(), Regression()

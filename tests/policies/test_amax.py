@@ -78,6 +78,10 @@ def reference(policy, trace):  # noqa: C901, PLR0912 # the rule, a branch for ea
         yield scale, g, b, peak, reach
 
 
+def test_it_starts_at_the_scale_of_every_other_scaler_in_pytorch():
+    assert AmaxScale().init() == AmaxState(np.float32(65536.0), 0, 0, 0.0, 0.0)
+
+
 def replayed(policy, sizes, state=None, told=True):
     """Scales and skips over gradients of these largest magnitudes."""
     state = policy.init() if state is None else state

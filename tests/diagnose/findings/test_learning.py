@@ -37,6 +37,17 @@ def test_a_loss_that_rises_again_is_told_with_the_step(then, said):
     assert said in told(FELL + then)
 
 
+def test_a_quarter_of_what_a_loss_had_won_is_much():
+    fell = [10.0] * 10 + [2.0] * 60
+    assert "If it should have stayed there" in told([*fell, *[4.2] * 60])
+    assert "Nothing needs fixing" in told([*fell, *[3.8] * 60])
+
+
+def test_a_jump_before_the_loss_was_lowest_is_not_when_it_rose():
+    jump, slowly = [2.0] * 20 + [8.0] * 5, [0.02 * n for n in range(80)]
+    assert "If it should have stayed there, lower the learning" in told([*jump, *FELL, *slowly])
+
+
 @pytest.mark.parametrize(
     "then",
     [

@@ -81,7 +81,16 @@ def _shares(counts, scale):
 
 @pytest.fixture(scope="session")
 def made_up_run():
-    return _made_up_run
+    """Makes such a run; those of equal arguments are one, which nothing changes."""
+    made = {}
+
+    def make(**arguments):
+        key = repr(sorted(arguments.items()))
+        if key not in made:
+            made[key] = _made_up_run(**arguments)
+        return made[key]
+
+    return make
 
 
 @pytest.fixture
