@@ -1,5 +1,6 @@
 """What is said of a loss in a run without a finding: a fall that did not last is no fall."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,7 @@ def told(losses, **more):
     """The text on a loop without a scaler that had these losses."""
     past = tuple(Step(n, 1.0, skipped=False, loss=loss) for n, loss in enumerate(losses, 1))
     evidence = Evidence(len(past), 0, past=past, first=past[0], has_scaler=False)
-    return judge(replace(evidence, sample=SAMPLE, missing=(), **more)).text
+    return judge(replace(evidence, **{"sample": SAMPLE, "missing": (), **more})).text
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,13 @@ def test_a_jump_before_the_loss_was_lowest_is_not_when_it_rose():
 )
 def test_a_loss_that_stays_down_needs_nothing(then):
     assert "Nothing needs fixing: the loss went from 2 to" in told(FELL + then)
+
+
+@pytest.mark.parametrize(("classes", "is_told"), [(2, False), (10, True)])
+def test_a_guess_among_two_classes_is_left_to_gans(classes, is_told):
+    chance = math.log(classes)
+    text = told([chance] * 120, sample=replace(SAMPLE, chance=chance))
+    assert (f"a guess among {classes} classes" in text) == is_told
 
 
 @pytest.mark.parametrize("count", [1, 2])

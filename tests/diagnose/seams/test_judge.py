@@ -41,6 +41,14 @@ def test_a_parameter_and_a_batch_are_given():
     assert (judge.located.kind, judge.located.rows) == ("input", "row 1 of 3")
 
 
+def test_a_parameter_is_told_from_what_had_its_memory_before():
+    weight = np.float32([np.nan])
+    judge = Judge({}, [Owned(weight, "head", "Linear", "weight")], identity=lambda array: 0)
+    run(judge, EXP, np.exp, np.float32([1000]))
+    judge.end_in([run(judge, LOG, np.multiply, weight, np.float32([1]))])
+    assert judge.located.bad_parameter == "head.weight"
+
+
 def test_a_mask_is_healthy_until_an_operation_makes_more_of_it():
     judge = Judge({}, [])
     masked = run(judge, Site("masked_fill"), lambda x: np.where(x > 0, -np.inf, x), np.ones(2))
