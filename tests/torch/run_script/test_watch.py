@@ -4,6 +4,7 @@ import io
 import sys
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,12 +63,13 @@ def test_a_training_is_watched_whose_model_and_optimizer_are_there(tmp_path):
     assert finding.line.startswith("tests/torch/run_script/test_watch.py:")
     watch.report(tmp_path / "report.html")
     assert "by the gradient of sqrt" in (tmp_path / "report.html").read_text()
+    (file,) = tmp_path.glob("*.jsonl")
+    assert read_run(file).samples[-1].step == 5  # of which the report is
     watch.stop()
     assert replaced() == before
     assert sys.meta_path == finders
     assert type(torch.amp.GradScaler("cpu")) is torch.amp.GradScaler
     assert watch.verdict.findings == (finding,)
-    (file,) = tmp_path.glob("*.jsonl")
     assert read_run(file).num_steps == 5
 
 
@@ -104,6 +106,47 @@ def test_a_second_call_returns_the_first_and_its_arguments_count_for_the_next_ru
     first, second = (read_run(*(tmp_path / name).iterdir()) for name in ("first", "second"))
     assert (first.num_steps, bool(first.scales)) == (5, True)
     assert (second.num_steps, bool(second.scales)) == (5, False)
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What is said on stderr."""
+    text = io.StringIO()
+    monkeypatch.setattr("gradscaler._run_script.voice._STDERR", text)
+    return text
+
+
+def test_a_step_to_watch_is_one_of_the_next_cell_that_trains_alone(tmp_path, monkeypatch, said):
+    calls, is_watched = {}, []
+    events = SimpleNamespace(register=calls.__setitem__, unregister=lambda name, _: calls.pop(name))
+    notebook = SimpleNamespace(get_ipython=lambda: SimpleNamespace(events=events))
+    monkeypatch.setitem(sys.modules, "IPython", notebook)
+    watch = gradscaler.watch(tmp_path, step=3)
+    for _ in range(2):
+        calls["pre_run_cell"](None)
+        train(*network())
+        calls["post_run_cell"](SimpleNamespace(error_in_exec=None))
+        is_watched.append("step watched: no operation" in said.getvalue())
+        said.truncate(0)
+    watch.stop()
+    assert is_watched == [True, False]
+    assert not calls
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_an_exit_with_an_error_is_that_of_a_script_that_failed(tmp_path, said, status):
+    model, optimizer = network()
+
+    def script():
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(4)).square().sum().backward()
+            optimizer.step()
+        sys.exit(status)
+
+    with pytest.raises(SystemExit), gradscaler.watch(tmp_path):
+        script()
+    assert ("the script ended after step 2" in said.getvalue()) == bool(status)
 
 
 @pytest.mark.parametrize("given", [{"every": 0}, {"step": 1}])
