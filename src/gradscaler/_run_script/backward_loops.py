@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakSet
 
 from gradscaler._run_script.after_init import after_init
+from gradscaler._run_script.kept_gradients import KeptGradients
 from gradscaler._run_script.runs import Runs
 from gradscaler._run_script.scaler_watch import ObservedScalers, ScalerWatch
 from gradscaler._run_script.undo import on_stop, replace
@@ -42,7 +43,7 @@ class BackwardLoops:
         self._new: WeakSet[Optimizer] = WeakSet()  # made since the latest run began
         self._known: list[Optimizer] = []  # of the latest run
         self._names: dict[int, str] = {}  # of its parameters, by id
-        self._observed = ObservedScalers()
+        self._observed, self._kept = ObservedScalers(), KeptGradients()
         self._stepping = 0  # calls of step() that run
         self._loss: Tensor | None = None  # of the latest backward pass
         self._classes: set[type] = set()  # of optimizers, whose step is seen
@@ -105,27 +106,36 @@ class BackwardLoops:
     def _see_loss(self, loss: Tensor) -> None:
         if not self._runs.is_off:
             self._loss = loss.detach()
+            self._kept.before_backward()
 
     def _before_step(self, optimizer: Optimizer) -> None:
         self._stepping += 1
-        is_scaled = any(key != _LOOP for key in self._runs.open)
-        if self._stepping > 1 or is_scaled or self._runs.is_off:
+        if self._stepping > 1 or self._runs.is_off:
             return
-        if self._new:
+        is_scaled = any(key != _LOOP for key in self._runs.open)
+        if self._new and not is_scaled:
             self._begin(_LOOP, None)
-        gradients = {
-            self._names.get(id(p), p.name): p.grad
-            for p in _parameters_of(optimizer)
-            if p.grad is not None
-        }
-        if _LOOP in self._runs.open and gradients:
+        is_kept, name = self._kept.take(optimizer), self._name_of(optimizer)
+        for run in self._runs.open.values() if is_kept else ():
+            run.note_unzeroed(name)
+        trained = [p for p in _parameters_of(optimizer) if p.requires_grad]
+        gradients = {self._names.get(id(p), p.name): p.grad for p in trained}
+        if _LOOP in self._runs.open and gradients and not is_scaled:
             self._runs.open[_LOOP].record(self._loss, gradients)
             self._loss = None
 
     def _after_step(self, optimizer: Optimizer) -> None:
         self._stepping -= 1
-        if not self._stepping:
-            self._runs.end_step(_LOOP)
+        if self._stepping or self._runs.is_off:
+            return
+        self._kept.note_step(optimizer, _parameters_of(optimizer))
+        self._runs.end_step(_LOOP)
+
+    def _name_of(self, optimizer: Optimizer) -> str:
+        """The module of an optimizer's first parameter, if there are several optimizers."""
+        first = next(_parameters_of(optimizer), None)
+        name = "" if len(self._known) < 2 else self._names.get(id(first), "")
+        return name.rpartition(".")[0]
 
     def _begin(self, key: int, scaler: Any) -> None:
         """Begin a run of the optimizers that were made since the latest one, which ends."""
@@ -133,6 +143,7 @@ class BackwardLoops:
             self._runs.end()
             self._known = list(self._new)
             self._new.clear()
+            self._kept.clear()
         model = self._model_of(self._known)
         named = [] if model is None else model.named_parameters()
         self._names = {id(parameter): name for name, parameter in named}

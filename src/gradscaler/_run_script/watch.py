@@ -55,7 +55,7 @@ class Watch:
 
     @property
     def verdict(self) -> Verdict | None:
-        """The verdict on the latest run so far; None before its first step.
+        """The verdict on the latest run so far; None before its first step, if nothing is wrong.
 
         ``fit`` of Keras 3 has one only with a ``LossScaleOptimizer``.
         """

@@ -71,8 +71,9 @@ class WatchedRun:
 
     @property
     def verdict(self) -> Verdict | None:
-        """The verdict so far; None before the first step."""
-        return self._monitor.verdict if self._monitor.history else None
+        """The verdict so far; None before the first step, unless something is wrong by then."""
+        verdict = self._monitor.verdict
+        return verdict if self._monitor.history or verdict.kind != "normal" else None
 
     def report(self, path: Path) -> None:
         """Write a report on the steps so far.
@@ -94,13 +95,17 @@ class WatchedRun:
 
         Without one, the step is about to be applied. The gradients are None if they are unknown.
         """
-        self.stepping(list((gradients or {}).values()))
+        self.stepping([each for each in (gradients or {}).values() if each is not None])
         self._monitor.record(loss=loss, gradients=gradients, replay=replay)
 
     def stepping(self, gradients: Sequence[Any] = ()) -> None:
         """Note that an optimizer steps, with these gradients if no graph has shown them."""
         if self._watch is not None:
             self._watch.stepping(gradients)
+
+    def note_unzeroed(self, name: str) -> None:
+        """Note that the step that begins uses gradients that were not zeroed; see Monitor."""
+        self._monitor.note_unzeroed(name)
 
     def leave_unchanged(self, located: Located | None) -> None:
         """Note that the step that is recorded next left the weights as they were, and why."""

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 import gradscaler
 from gradscaler.diagnose import read_run
 from tests.support.eager import library
@@ -59,3 +61,74 @@ def test_a_watch_from_inside_sees_an_optimizer_that_is_there_and_is_undone(tmp_p
             optimizer.step()
     assert "test_run_script.py:" in watch.verdict.findings[0].line
     assert (kinds[0].backward, kinds[1].step) == theirs
+
+
+@pytest.fixture
+def watch(tmp_path):
+    """A watch of this test's loop."""
+    with gradscaler.watch(tmp_path) as watch:
+        yield watch
+
+
+def loss_of(parameters):
+    return sum((each * each).sum() for each in parameters)
+
+
+def scaler_of(is_scaled):
+    return library.scaler(**({"init_scale": 8.0} if is_scaled else {"enabled": False}))
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize(("zeroed_after", "is_told"), [(100, True), (2, False)])
+def test_gradients_that_are_not_zeroed_are_told(watch, is_scaled, zeroed_after, is_told):
+    parameters = library.parameters()
+    optimizer, scaler = library.sgd(parameters, lr=1e-3), scaler_of(is_scaled)
+    for step in range(1, 25):
+        scaler.scale(loss_of(parameters)).backward()
+        if step % zeroed_after in (0, step):  # one step of two, where they are zeroed after two
+            scaler.step(optimizer)
+            scaler.update()
+        if step % zeroed_after == 0:
+            library.clear_gradients(optimizer)
+    assert ("that the step before had used" in watch.verdict.text) == is_told
+
+
+def test_gradients_of_another_network_may_be_added_to_before_they_are_zeroed(watch):
+    critic, generator = library.parameters(), library.parameters()
+    optimizers = [library.sgd(each, lr=1e-3) for each in (critic, generator)]
+    for _ in range(20):
+        for optimizer in optimizers:
+            library.clear_gradients(optimizer)
+            loss_of([*critic, *generator]).backward()
+            optimizer.step()
+    assert watch.verdict.kind == "normal"
+
+
+def test_a_parameter_without_a_gradient_is_named(watch):
+    model = library.model()
+    optimizer, data = library.sgd(list(model.parameters()), lr=1e-3), library.tensor([[1.0] * 4])
+    for _ in range(20):
+        loss_of([model[1](model[0](data))]).backward()
+        optimizer.step()
+        library.clear_gradients(optimizer)
+    assert "2.weight and 1 more should be trained" in watch.verdict.text
+
+
+def test_an_optimizer_that_finds_no_gradient_is_told(watch):
+    used, unused = library.parameters(), library.parameters()
+    optimizer = library.sgd(unused)
+    for _ in range(10):
+        loss_of(used).backward()
+        optimizer.step()
+    assert "found no gradient in 10 calls, so nothing is trained" in watch.verdict.text
+
+
+def test_an_idle_optimizer_beside_another_is_told(watch):
+    used, unused = library.parameters(), library.model()
+    optimizers = [library.sgd(used, lr=1e-3), library.sgd(list(unused.parameters()))]
+    for _ in range(12):
+        loss_of(used).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            library.clear_gradients(optimizer)
+    assert "found no gradient in its first" in watch.verdict.text

@@ -269,11 +269,11 @@ class Monitor:
             finite: a boolean scalar, whether the gradients were finite. If left out, it is inferred
                 from the number of steps that Keras' inner optimizer took, else from the scale and
                 its counter. A fixed scale gives no evidence; the step is assumed to be finite.
-            gradients: the unscaled gradients, in any structure. Where your step holds scaled ones,
-                divide them by the scale before the scaler moves it: in Keras by
-                ``optimizer.loss_scale`` before ``apply()``. A list takes its names from the
-                model. If left out, gradients are neither sampled nor inspected. If given, and
-                with ``forensics``, each call waits for the device.
+            gradients: the unscaled gradients, in any structure. None stands for a parameter that
+                has no gradient. Where your step holds scaled ones, divide them by the scale before
+                the scaler moves it: in Keras by ``optimizer.loss_scale`` before ``apply()``. A list
+                takes its names from the model. If left out, gradients are neither sampled nor
+                inspected. If given, and with ``forensics``, each call waits for the device.
             loss: the unscaled loss.
             parameters: the model's parameters after the step, in any structure. They are inspected
                 only if the run is stuck or a loss was not finite. If left out, the parameters of
@@ -314,6 +314,18 @@ class Monitor:
             self._source.noted, self._source.is_left_out = located, is_left_out
         elif self._is_open:
             self._log.add_made(located)
+
+    def note_unzeroed(self, name: str = "") -> None:
+        """Note that a backward pass adds to gradients that a step has used, before the next step.
+
+        In PyTorch, and with a scaler where such gradients hold an Inf or a NaN, the monitor sees it
+        by itself.
+
+        Args:
+            name: a module or a parameter whose gradient that is.
+        """
+        if self._is_open:
+            self._source.note_unzeroed(name)
 
     def leave_out(self, loss: Tensor) -> None:
         """Report a loss of PyTorch that is Inf or NaN, and for which the script makes no step.

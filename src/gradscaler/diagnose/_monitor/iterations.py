@@ -84,7 +84,7 @@ class Iteration:
         step = Step(self.number, last.scale, was_skipped, loss, nonfinite)
         is_overwritten = 2 * sum(map(bool, self.overwritten)) > len(self.overwritten)
         seen_now = {
-            Event.UNZEROED: bool(unzeroed),
+            Event.UNZEROED: bool(unzeroed) and Counted(Event.UNZEROED) not in self.events,
             Event.LOSSLESS: not self.losses,
             Event.OVERWRITTEN: is_overwritten,
         }

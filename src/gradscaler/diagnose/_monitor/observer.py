@@ -40,7 +40,7 @@ from gradscaler.diagnose._monitor.used_gradients import (
     SharedParameters,
     UsedGradients,
 )
-from gradscaler.diagnose._record.events import Counted, Event
+from gradscaler.diagnose._record.events import Counted, Event, of_unzeroed
 from gradscaler.diagnose._record.lines import BadStep
 from gradscaler.diagnose._record.step import Step
 from gradscaler.outcome import HISTORY_LENGTH, StepOutcome
@@ -179,6 +179,11 @@ class EagerObserver(StepSource):
             if self._shared is not None and self._shared.repeats(optimizer):
                 iteration.note(Event.SHARED)
             self._measure(optimizer, scale)
+
+    @closes_if_asked
+    def note_unzeroed(self, name: str) -> None:
+        """Note that a backward pass adds to gradients that a step has used."""
+        self._iterations.latest.events += of_unzeroed(name)
 
     def _note_repeated(self) -> None:
         self._iterations.latest.note(Event.REPEATED)

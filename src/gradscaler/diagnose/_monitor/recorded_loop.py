@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from gradscaler.diagnose._gradients.arrays import Array
 from gradscaler.diagnose._gradients.reading import inspect, read
 from gradscaler.diagnose._monitor.recorder import RecordedStep, Recorder
 from gradscaler.diagnose._monitor.replay import Replay
 from gradscaler.diagnose._monitor.step_log import MOST_NONFINITE
-from gradscaler.diagnose._record.lines import BadStep
+from gradscaler.diagnose._record.events import Counted, Event
+from gradscaler.diagnose._record.lines import BadStep, Optimizers
 from gradscaler.diagnose._record.located import Located
+from gradscaler.outcome import HISTORY_LENGTH
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,42 @@ class RecordedLoop(Recorder):
 
     noted: Located | None = None
     is_left_out = False
+
+    def __post_init__(self) -> None:
+        """Begin without a step."""
+        super().__post_init__()
+        self._num_idle = Counter[tuple[str, ...]]()  # by the names of an optimizer's parameters
+        self._have_stepped = set[tuple[str, ...]]()
+
+    def record(self, scaler: object, finite: Any, gradients: object, *rest: Any) -> None:
+        """Record one step; a call of an optimizer whose gradients are all None makes none."""
+        if isinstance(gradients, Mapping) and gradients:
+            names = tuple(gradients)
+            if all(each is None for each in gradients.values()):
+                self._note_idle(names)
+                return
+            self._have_stepped.add(names)
+        super().record(scaler, finite, gradients, *rest)
+
+    def _note_idle(self, names: tuple[str, ...]) -> None:
+        """Note that an optimizer of parameters of some names found no gradient."""
+        self._num_idle[names] += 1
+        if not self.log.num_steps:
+            early = [Counted(Event.IDLE)] * min(self._num_idle.total(), HISTORY_LENGTH)
+            self.log.note_early(early)
+        elif names in self._have_stepped:
+            self.read()
+            self.log.note_stopped(self.log.counts.step, "")
+
+    @property
+    def _optimizers(self) -> Optimizers | None:
+        """The optimizers that have made no step."""
+        idle = {
+            names[0].rpartition(".")[0] or names[0]: count
+            for names, count in self._num_idle.items()
+            if names not in self._have_stepped
+        }
+        return Optimizers(idle) if idle else None
 
     def _add(
         self, step: RecordedStep, named: dict[str, Array] | None, replay: Replay | None

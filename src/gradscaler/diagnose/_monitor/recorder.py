@@ -11,8 +11,10 @@ from gradscaler.diagnose._gradients.reading import inspect
 from gradscaler.diagnose._graph.guard import guard
 from gradscaler.diagnose._monitor.gradient_sample import fields_of, is_sampled, measure
 from gradscaler.diagnose._monitor.replay import Replay, Replays
-from gradscaler.diagnose._monitor.step_log import StepLog, StepSource
+from gradscaler.diagnose._monitor.step_log import Observations, StepLog, StepSource
 from gradscaler.diagnose._monitor.traced_scalers import ScalerState, number_of, policy_of, state_of
+from gradscaler.diagnose._record.events import Counted, of_unzeroed
+from gradscaler.diagnose._record.lines import Optimizers
 from gradscaler.diagnose._record.step import Step
 from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient
 from gradscaler.policies import Scalar
@@ -25,6 +27,8 @@ class RecordedStep:
     Attributes:
         is_sampled: whether its gradients are measured.
         is_inspected: whether its gradients are inspected if they hold an Inf or a NaN.
+        missing: the names of parameters that have no gradient.
+        events: what was seen of the step.
     """
 
     number: int
@@ -35,6 +39,8 @@ class RecordedStep:
     nonfinite: tuple[NonfiniteGradient, ...] | None = None
     is_sampled: bool = False
     is_inspected: bool = False
+    missing: tuple[str, ...] = ()
+    events: tuple[Counted, ...] = ()
 
     @property
     def is_skipped(self) -> bool:
@@ -45,7 +51,8 @@ class RecordedStep:
         """Add the step to a log; waits for the device."""
         loss = None if self.loss is None else number_of(self.loss)
         scale = number_of(self.before.scale)
-        log.add(Step(self.number, scale, self.is_skipped, loss, self.nonfinite))
+        step = Step(self.number, scale, self.is_skipped, loss, self.nonfinite)
+        log.add(step, None, *[Observations(self.events)] * bool(self.events))
 
 
 class Recorder(StepSource):
@@ -59,6 +66,7 @@ class Recorder(StepSource):
         policy, first = policy_of(self.scaler), state_of(self.scaler)
         self._growth_interval = getattr(policy, "growth_interval", getattr(policy, "period", 1))
         self.parameters = RecordedParameters(self.model)
+        self.events = list[Counted]()  # of the step that is recorded next
         self._replays = Replays(self.log)
         # The first item is in the log already, or stands for the start. The list is replaced, not
         # changed, because other threads may read it.
@@ -68,6 +76,10 @@ class Recorder(StepSource):
     def waiting(self) -> list[RecordedStep]:
         """The steps that are over; the latest may not be in the log yet."""
         return self._steps
+
+    def note_unzeroed(self, name: str) -> None:
+        """Note that a backward pass adds to gradients that a step has used."""
+        self.events += of_unzeroed(name)
 
     def record(
         self,
@@ -90,6 +102,9 @@ class Recorder(StepSource):
         step.is_inspected = self.forensics > 0 and gradients is not None
         is_read = gradients is not None and (step.is_sampled or step.is_inspected)
         named = self._named(gradients) if is_read else None
+        step.missing = self._missing(gradients) if step.is_sampled else ()
+        step.events = tuple(self.events)
+        self.events.clear()
         self.parameters.latest = parameters
         try:  # without the guard's lock, as a replay may start threads that are watched
             self._add(step, named, replay)
@@ -117,17 +132,36 @@ class Recorder(StepSource):
         latest = self.log.history[-1]
         if step.is_sampled:
             measured = [] if named is None else [measure(named, self.dtype, latest.scale, False)]
-            self.log.add_sample(latest.loss, **fields_of(measured))
+            measured = [replace(each, missing=step.missing) for each in measured]
+            self.log.add_sample(latest.loss, optimizers=self._optimizers, **fields_of(measured))
         elif is_late:
             self.log.add_sample()
         self.log.check()
 
+    @property
+    def _optimizers(self) -> Optimizers | None:
+        """What a sampled step shows of the optimizers; None if nothing is known."""
+        return None
+
     def _named(self, gradients: object) -> dict[str, Array]:
-        """The gradients by name; a list as long as the model's parameters takes their names."""
+        """The gradients by name."""
+        return named_arrays(self._with_names(gradients))
+
+    def _missing(self, gradients: object) -> tuple[str, ...]:
+        """The names of parameters whose gradient is None."""
+        named = self._with_names(gradients)
+        if isinstance(named, Mapping):
+            named = list(named.items())
+        pairs = named if isinstance(named, list) else []
+        pairs = [each for each in pairs if isinstance(each, tuple) and len(each) == 2]
+        return tuple(name for name, gradient in pairs if gradient is None)
+
+    def _with_names(self, gradients: object) -> object:
+        """A list as long as the model's parameters takes their names; others are as they are."""
         names = list(parameters_of(self.model))
         if isinstance(gradients, (list, tuple)) and len(names) == len(gradients):
-            return named_arrays(zip(names, gradients, strict=True))
-        return named_arrays(gradients)
+            return list(zip(names, gradients, strict=True))
+        return gradients
 
 
 @dataclass

@@ -539,6 +539,10 @@ class StepSource:
         """The steps that are over; the latest may not be in the log yet."""
         raise NotImplementedError
 
+    def note_unzeroed(self, name: str) -> None:
+        """Note that a backward pass adds to gradients that a step has used."""
+        raise NotImplementedError
+
     def read(self) -> None:
         """Add the waiting steps to the log; waits for the device."""
         self._add_to(self.log, self.waiting)

@@ -64,7 +64,7 @@ class Event(Enum):
     # Before the first step.
     UNFIT = "unfit", "observer", "calls"  # load_state_dict(strict=False) that loaded nothing
     RESUMED = "resumed", "observer", "calls"  # an optimizer had a state, but the scaler was new
-    IDLE = "idle", "observer step_log", "calls optimizers"  # no gradient; at a module, later too
+    IDLE = "idle", "observer recorded_loop step_log", "calls optimizers"  # at a module, later too
     RAISED = "raised", "observer", "__init__"  # step() or unscale_() raised an error
     STEPLESS = "stepless", "observer", "optimizers"  # parameters moved between two scaled losses
     DISABLED = "disabled", "disabled", "calls"  # the scaler is, and a forward pass was in float16
@@ -83,6 +83,11 @@ class Counted:
     event: Event
     where: str = ""
     count: int = 1
+
+
+def of_unzeroed(name: str) -> list[Counted]:
+    """A backward pass that adds to gradients of a module, whose name may not be known."""
+    return [Counted(Event.UNZEROED), *[Counted(Event.UNZEROED, name)] * bool(name)]
 
 
 def texts_of(counted: Iterable[Counted]) -> dict[str, int]:
