@@ -14,6 +14,7 @@ from gradscaler._run_script.after_init import after_init
 from gradscaler._run_script.kept_gradients import KeptGradients
 from gradscaler._run_script.runs import Runs
 from gradscaler._run_script.scaler_watch import ObservedScalers, ScalerWatch
+from gradscaler._run_script.step_watch import Search
 from gradscaler._run_script.undo import on_stop, replace
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.places import in_memory
@@ -38,7 +39,7 @@ class BackwardLoops:
     """
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
-        self._name, self._runs = name, Runs(name, options)
+        self._name, self._options, self._runs = name, options, Runs(name, options)
         self._framework = sys.modules[name]
         self._new: WeakSet[Optimizer] = WeakSet()  # made since the latest run began
         self._known: list[Optimizer] = []  # of the latest run
@@ -47,6 +48,9 @@ class BackwardLoops:
         self._stepping = 0  # calls of step() that run
         self._loss: Tensor | None = None  # of the latest backward pass
         self._classes: set[type] = set()  # of optimizers, whose step is seen
+        self._in_first: Search | None = (
+            None  # sees the operations of step 1, if it is to be watched
+        )
 
     def start(self) -> None:
         """Watch this process from now on."""
@@ -58,6 +62,7 @@ class BackwardLoops:
         adapter = import_module(f"gradscaler.{self._name}")
         after_init(adapter.GradScaler, self._see_scaler)
         on_stop.callback(self._observed.remove)
+        on_stop.callback(self._end_first)
         backward, see = self._framework.Tensor.backward, guarded(self._see_loss)
 
         @in_place_of(backward)
@@ -72,10 +77,24 @@ class BackwardLoops:
         if self._runs.is_off:
             return
         self._new.add(optimizer)
+        if self._options.watch == 1 and not self._runs.open:
+            self._watch_first()
         for kind in type(optimizer).__mro__:
             if "step" in vars(kind) and kind not in self._classes:
                 self._classes.add(kind)
                 self._see_steps_of(kind)
+
+    def _watch_first(self) -> None:
+        """See operations from here on, as the first run begins after its first forward pass."""
+        self._end_first()
+        model = self._model_of(self._new)
+        self._in_first = None if model is None else seam_of(model)
+        if self._in_first is not None:
+            self._in_first.start()
+
+    def _end_first(self) -> None:
+        if self._in_first is not None:
+            self._in_first.stop()
 
     def _see_steps_of(self, kind: Any) -> None:
         step = kind.step
@@ -148,7 +167,10 @@ class BackwardLoops:
         named = [] if model is None else model.named_parameters()
         self._names = {id(parameter): name for name, parameter in named}
         watched, of = (Unscaled(self._name), None) if scaler is None else (scaler, model)
-        self._runs.begin(key, watched, of, None if model is None else seam_of(model))
+        search, self._in_first = self._in_first, None
+        if model is not None and self._options.watch != 1:
+            search = seam_of(model)
+        self._runs.begin(key, watched, of, search)
 
     def _model_of(self, optimizers: Iterable[Optimizer]) -> Any:
         """The model in memory that optimizers train; several by their classes' names."""

@@ -32,8 +32,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     every = "sample the gradients of one step in N, on average (%(default)s)"
     parser.add_argument("--every", type=_positive, default=100, metavar="N", help=every)
-    watch = "watch each operation of this step, from 2 on, which takes as long as some steps"
-    parser.add_argument("--watch", type=_watched, metavar="STEP", help=watch)
+    watch = "watch each operation of this step, which takes as long as some steps"
+    parser.add_argument("--watch", type=_positive, metavar="STEP", help=watch)
     stop = f"end at the first step whose loss or gradients are not finite, with status {STOPPED}"
     parser.add_argument("--stop", action="store_true", help=stop)
     voice.add_options(parser)
@@ -65,4 +65,3 @@ def _number(text: str, least: int) -> int:
 
 
 _positive = partial(_number, least=1)
-_watched = partial(_number, least=2)  # the monitor begins with the backward pass of the first step

@@ -33,11 +33,14 @@ class StepWatch:
         step: its number in the run.
         monitor: the monitor of the run, which counts the steps.
         search: what shows the operations.
+        is_begun: whether the search is on already, as before a first step.
     """
 
-    def __init__(self, step: int, monitor: Monitor, search: Search) -> None:
+    def __init__(
+        self, step: int, monitor: Monitor, search: Search, *, is_begun: bool = False
+    ) -> None:
         self._step, self._monitor, self._search = step, monitor, search
-        self._is_on = False
+        self._is_on = is_begun
         guard.add(self)
 
     def break_off(self, _: str) -> None:

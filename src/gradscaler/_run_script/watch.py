@@ -213,14 +213,15 @@ def watch(
         folder: the folder of the run files; ``gradscaler-runs`` in the working directory by
             default.
         every: sample the gradients of one step in ``every``, on average; 100 by default.
-        step: watch each operation of this step, from 2 on. It takes as long as some steps do.
+        step: watch each operation of this step, which takes as long as some steps do. PyTorch's
+            loops, and TensorFlow's own, are watched from step 2 on.
         quiet: say nothing during the training, and the verdict at its end; False by default.
 
     Returns:
         The watch, which has the verdict.
 
     Raises:
-        ValueError: ``every`` is less than 1, or ``step`` less than 2.
+        ValueError: ``every`` or ``step`` is less than 1.
 
     >>> import tempfile
     >>> import torch
@@ -234,9 +235,9 @@ def watch(
     >>> watched.verdict.kind
     'normal'
     """
-    for name, number, least in (("every", every, 1), ("step", step, 2)):
-        if number is not None and number < least:
-            raise ValueError(f"{name} must be at least {least}, got {number!r}")
+    for name, number in (("every", every), ("step", step)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number!r}")
     if not _current or _current[0]._process != os.getpid():  # a child that was forked
         on_stop.pop_all()
         parser = argparse.ArgumentParser("gradscaler.watch")

@@ -65,9 +65,11 @@ class WatchedRun:
             self._monitor = Monitor(*given, tell=self._tell)
         options.latest = self
         self._watch: StepWatch | None = None
+        self._first_watched = framework.first_watched
         self._proposes_watch = framework.has_watch and options.watch is None
         if options.watch is not None and framework.has_watch and search is not None:
-            self._watch = StepWatch(options.watch, self._monitor, search)
+            is_begun = options.watch == framework.first_watched == 1
+            self._watch = StepWatch(options.watch, self._monitor, search, is_begun=is_begun)
 
     @property
     def verdict(self) -> Verdict | None:
@@ -197,7 +199,7 @@ class WatchedRun:
         has_bad_loss = any(s.step == bad and s.has_bad_loss for s in self._monitor.history)
         is_unseen = is_unseen and (first.kind in _OF_OPERATIONS or has_bad_loss)
         is_open = first.kind in _OF_VALUES or is_unseen
-        is_made_before = is_open and bad > 1 and self._proposes_watch
+        is_made_before = is_open and bad >= self._first_watched and self._proposes_watch
         if self._num_unchanged:
             text = f", of which {self._num_unchanged:,} left the weights as they were{text}"
         voice.conclude(

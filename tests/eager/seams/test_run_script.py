@@ -132,3 +132,15 @@ def test_an_idle_optimizer_beside_another_is_told(watch):
             optimizer.step()
             library.clear_gradients(optimizer)
     assert "found no gradient in its first" in watch.verdict.text
+
+
+def test_the_first_step_can_be_watched(tmp_path):
+    with gradscaler.watch(tmp_path, step=1) as watch:
+        model = library.model()
+        optimizer = library.sgd(list(model.parameters()))
+        for _ in range(3):
+            (model(library.tensor([[1.0] * 4])).sum() * 0).sqrt().backward()
+            optimizer.step()
+    assert "by the gradient of sqrt" in watch.verdict.text
+    assert "test_run_script.py:" in watch.verdict.findings[0].line
+    assert "step 1 was applied" in watch.verdict.text

@@ -16,6 +16,8 @@ class Framework(NamedTuple):
         is_recorded: whether the user records each step; else the scaler announces it.
         has_replay: whether ``record(replay=)`` names the operation.
         has_watch: whether ``gradscaler run --watch`` watches a step's operations.
+        first_watched: the first step that it can watch. The monitor of a loop may begin with the
+            backward pass of step 1.
     """
 
     name: str = ""
@@ -23,13 +25,14 @@ class Framework(NamedTuple):
     is_recorded: bool = True
     has_replay: bool = False
     has_watch: bool = False
+    first_watched: int = 2
 
 
 _FRAMEWORKS = {
     "torch": Framework(finder="locate()", is_recorded=False, has_watch=True),
-    "tensorplay": Framework(finder="locate()", is_recorded=False, has_watch=True),
-    "paddle": Framework(finder="locate()", is_recorded=False, has_watch=True),
-    "jax": Framework(finder="locate_jax()", has_replay=True, has_watch=True),
+    "tensorplay": Framework(finder="locate()", is_recorded=False, has_watch=True, first_watched=1),
+    "paddle": Framework(finder="locate()", is_recorded=False, has_watch=True, first_watched=1),
+    "jax": Framework(finder="locate_jax()", has_replay=True, has_watch=True, first_watched=1),
     **dict.fromkeys(
         ("keras on tensorflow", "tf_keras"),
         Framework(finder="locate()", has_replay=True, has_watch=True),
@@ -37,7 +40,7 @@ _FRAMEWORKS = {
     **dict.fromkeys(
         ("keras on jax", "keras on torch"), Framework(finder="locate()", has_replay=True)
     ),
-    "mindspore": Framework(finder="locate()", has_replay=True, has_watch=True),
+    "mindspore": Framework(finder="locate()", has_replay=True, has_watch=True, first_watched=1),
 }
 
 
