@@ -168,9 +168,9 @@ def _parser() -> argparse.ArgumentParser:
         help="print a summary of a run or of a tool's log, and what is wrong with it",
         description="Read the file that a gradscaler.diagnose.Monitor wrote, or the files of "
         "several ranks of one run, and print the contents of the report as text. Or read what "
-        "DeepSpeed, apex, fairseq, Megatron-LM, transformers' Trainer, Lightning, Keras, MindSpore, "
-        "Paddle, ultralytics or a loop of your own printed, and judge it by its loss scales and "
-        "losses.",
+        "DeepSpeed, apex, fairseq, Megatron-LM, transformers' Trainer, Lightning, Keras, "
+        "MindSpore, Paddle, ultralytics or a loop of your own printed, and judge it by its loss "
+        "scales and losses.",
     )
     explain.add_argument("sources", type=Path, nargs="+", metavar="RUN", help=f"{_RUNS}, or a log")
     explain.set_defaults(run=_explain)

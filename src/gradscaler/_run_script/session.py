@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from functools import cache, partial, wraps
+from inspect import currentframe
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from gradscaler.diagnose._graph.lines import Tracebacks
 from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.search import Search
 from gradscaler.diagnose._graph.stand_ins import in_place_of
-from gradscaler.diagnose._monitor import backward_calls, unfit_states
+from gradscaler.diagnose._monitor import backward_calls, new_optimizers, unfit_states
 from gradscaler.diagnose._monitor.by_identity import ByIdentity
 from gradscaler.diagnose._monitor.models import one_model
 from gradscaler.diagnose._monitor.parameters import held_by
@@ -50,7 +51,7 @@ _THEIRS = (
 _LOOP = 0  # the key of the loop without a scaler; others are the ids of scalers
 
 
-class Session(Runs):
+class Session(Runs, backward_calls.BackwardListener):
     """Puts a monitor on each scaler, or on the loop of a process that uses none.
 
     A run begins with the first backward pass after its optimizers were made, as models are complete
@@ -66,6 +67,7 @@ class Session(Runs):
         self._scalers, self._observed = FreshScalers(), ObservedScalers()
         self._has_given_up = False
         self._waits = self._is_told = False  # for an optimizer, as a scaler of PyTorch's is in use
+        self._is_watching = False  # else an optimizer that is seen was made before
         self._lines = Tracebacks()  # of the first forward pass, which comes before the monitor
 
     def start(self) -> None:
@@ -75,11 +77,14 @@ class Session(Runs):
         on_stop.enter_context(raise_as_theirs())  # a script must not end because it is watched
         attempt(die_in_groups)
         after_init(Optimizer, self._see_optimizer)
+        self._is_watching = True
         after_import("fastai.optimizer", self._see_fastai)
         after_init(GradScaler, self._see_scaler)
         load = unfit_states.noting(torch.nn.Module.load_state_dict)
         replace(torch.nn.Module, "load_state_dict", load)
         on_stop.callback(unfit_states.places.clear)
+        load = new_optimizers.noting_rates(Optimizer.load_state_dict)
+        replace(Optimizer, "load_state_dict", load)
         if any(map(is_theirs, in_memory(torch.amp.GradScaler))):
             self._see_theirs()
         _leave_children_alone()
@@ -104,6 +109,8 @@ class Session(Runs):
         return self.is_off or not self._num_left
 
     def _see_optimizer(self, optimizer: Optimizer) -> None:
+        if self._is_watching:
+            new_optimizers.note_made(optimizer, currentframe())
         if self._known.issuperset(map(id, held_by(optimizer))):
             return
         if self._is_full:
@@ -157,9 +164,6 @@ class Session(Runs):
         if self._new and not self._is_full:  # else a scaler was first to see the new optimizers
             self._begin(_LOOP, None)
         backward_calls.ignore(self)
-
-    def after_backward(self) -> None:
-        """Nothing to do."""
 
     def _begin_scaled(self, scaler: GradScaler) -> None:
         if self._is_full or not (self._new or id(scaler) not in self.open):

@@ -78,6 +78,20 @@ def test_what_a_loss_depends_on_and_nobody_holds_is_named_with_the_praise(count)
 
 
 @pytest.mark.parametrize(
+    ("losses", "norm", "is_tiny"),
+    [(STOOD, 1e-9, True), (STOOD, 1e-3, False), ([2.0, 2.01] * 60, 1e-9, False)],
+)
+def test_gradients_that_leave_the_loss_as_it_is_are_told(losses, norm, is_tiny):
+    said = told(losses, measured=(replace(SAMPLE, norm=norm),) * 3)
+    assert ("a norm of at most 1e-09, that the loss stays the same" in said) == is_tiny
+
+
+def test_a_loss_that_does_not_fall_is_told_with_a_scaler_too():
+    assert "None of 120 steps was skipped. Nothing else was judged" in told(STOOD, has_scaler=True)
+    assert told(FELL, has_scaler=True) == "None of 100 steps was skipped. Nothing needs fixing."
+
+
+@pytest.mark.parametrize(
     ("losses", "said"),
     [
         (FELL, "unless head.bias and 1 more should be trained, which were frozen on the way"),

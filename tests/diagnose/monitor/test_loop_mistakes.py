@@ -244,3 +244,53 @@ def test_a_discriminator_that_evaluates_in_the_generator_s_step_alone_is_not_tol
         loop.step(of_g)
         loop.update(of_g, of_d)
     assert "evaluation mode" not in loop.verdict()
+
+
+def of_another_model(net):
+    return net(inputs())
+
+
+def of_a_tensor_made_anew(net):
+    return net(inputs()).detach().requires_grad_()
+
+
+def of_zeroed_gradients(net):
+    return net(inputs())
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (of_another_model, "as the loss depends on other parameters than those that it holds"),
+        (of_a_tensor_made_anew, "its graph begins at a tensor that was made anew"),
+        (of_zeroed_gradients, "found no gradient in 20 calls, so nothing is trained"),
+    ],
+)
+def test_why_no_step_finds_a_gradient_is_told(make, said):
+    net = nn.Linear(4, 4)
+    other = nn.Linear(4, 4) if make is of_another_model else net
+    optimizer = sgd(net)
+    with Monitor(model=net, tell=lambda _: None) as monitor:
+        for _ in range(20):
+            make(other).square().mean().backward()
+            if make is of_zeroed_gradients:
+                optimizer.zero_grad()
+            optimizer.step()
+    assert said in monitor.verdict.text
+
+
+@pytest.mark.parametrize("is_zeroed", [True, False], ids=["zeroed", "kept"])
+def test_an_optimizer_that_steps_every_second_time(is_zeroed):
+    """What a pass adds to zeroed gradients, which wait for a step, was used by none."""
+    net, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    often, seldom = sgd(net), sgd(other)
+    with Monitor(model=nn.ModuleList([net, other]), tell=lambda _: None) as monitor:
+        for n in range(60):
+            other(net(inputs())).square().mean().backward()
+            often.step()
+            often.zero_grad()
+            if n % 2:
+                seldom.step()
+                if is_zeroed:
+                    seldom.zero_grad()
+    assert ("that the step before had used" in monitor.verdict.text) == (not is_zeroed)

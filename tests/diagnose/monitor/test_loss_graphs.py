@@ -127,6 +127,34 @@ def test_a_loss_that_takes_probabilities_for_logits_is_told(name, dtype):
     assert f"Leave out this {by}" in found.action
 
 
+def cut_off(table):
+    return table.relu().view(SIZE, SIZE)  # relu
+
+
+CUT = {
+    "classes": lambda _, table, *__: cross_entropy(cut_off(table), CLASSES),
+    "two classes": lambda _, t, *__: binary_cross_entropy_with_logits(cut_off(t), MASK),
+}
+NOT_CUT = {
+    "softplus": lambda _, t, *__: cross_entropy(nn.functional.softplus(t), CLASSES),
+    "hidden": lambda _, t, model: cross_entropy(t.relu() @ model.layer.weight, CLASSES % 4),
+    "probabilities": lambda _, t, *__: nll_loss(t.relu() - t.logsumexp(1), CLASSES),
+    "targets": lambda _, t, *__: binary_cross_entropy_with_logits(t, t.detach().relu().clamp(0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_relu_that_makes_the_logits_is_told(name):
+    found = judged(CUT[name]).findings[0]
+    assert (found.kind, found.line) == ("misuse", line_with("relu"))
+    assert "is given the output of relu at" in found.cause
+
+
+@pytest.mark.parametrize("name", NOT_CUT)
+def test_logits_that_may_be_negative_are_not_told(name):
+    assert "The loss takes logits" not in judged(NOT_CUT[name]).text
+
+
 def over_the_batch(table):
     return table[:, :3].log_softmax(0)  # dim
 

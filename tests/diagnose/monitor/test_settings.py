@@ -11,8 +11,11 @@ import torch
 from torch import nn
 
 from gradscaler.diagnose import Monitor
+from gradscaler.diagnose._monitor import new_optimizers
 from gradscaler.torch import GradScaler
+from tests.support.marked_lines import lines_marked_in
 
+line_with = lines_marked_in(__file__)
 pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
 SETTINGS = {
     "lr": (torch.optim.SGD, {"lr": math.nan}),
@@ -91,4 +94,29 @@ def test_a_schedule_that_begins_again_after_a_resume_is_told(is_loaded):
         train(optimizer, schedule, 20)
     assert monitor.verdict.kind == ("normal" if is_loaded else "restart")
     assert [each.kind for each in told] == ([] if is_loaded else ["restart"])
-    assert is_loaded or "from 0.00244717 to 0.0975528. Save scheduler" in told[0].text
+    assert is_loaded or "from 0.00244717 to 0.0975528. Save the state_dict()" in told[0].text
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.01], ids=["higher", "as low"])
+def test_a_schedule_that_is_made_after_the_state_is_loaded_is_told(monkeypatch, factor):
+    """Its first rate is that of the first step, and that of the state is seen in no step."""
+    load = new_optimizers.noting_rates(torch.optim.Optimizer.load_state_dict)
+    monkeypatch.setattr(torch.optim.Optimizer, "load_state_dict", load)
+    net = nn.Linear(4, 2)
+    state = torch.optim.Adam(net.parameters(), lr=0.1)
+    net(torch.randn(8, 4)).square().mean().backward()
+    state.step()
+    state.param_groups[0]["lr"] = 1e-3
+    optimizer, told = torch.optim.Adam(net.parameters(), lr=0.1), []
+    optimizer.load_state_dict(state.state_dict())
+    optimizer.param_groups[0]["initial_lr"] = 0.1
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: factor)
+    with Monitor(model=net, tell=told.append):
+        for _ in range(20):
+            optimizer.zero_grad()
+            net(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            schedule.step()  # too high
+    assert [each.kind for each in told] == (["restart"] if factor == 1 else [])
+    assert factor != 1 or "from 0.001 to 0.1" in told[0].cause
+    assert factor != 1 or told[0].line == line_with("too high")

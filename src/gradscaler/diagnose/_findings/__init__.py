@@ -197,7 +197,9 @@ def _nothing(evidence: Evidence) -> str:
         return "What came later was not judged."
     if _is_blind(evidence):
         return "Neither gradients nor losses were seen, so nothing else was judged."
-    learned = _FINE if evidence.has_scaler else whether_it_learns(evidence)
+    learned = whether_it_learns(evidence)
+    if evidence.has_scaler and learned.startswith(_FINE[:-1]):
+        learned = _FINE
     if evidence.sample is None and learned == _FINE:
         if evidence.steps <= SHORT:
             return f"Too short to judge: {evidence.steps} steps, no gradient read."

@@ -45,6 +45,20 @@ def repeated(evidence: Evidence) -> Finding | None:
     )
 
 
+_ASTRAY = {  # why an optimizer never finds a gradient, and what to do
+    "parameters": (
+        "the loss depends on other parameters than those that it holds",
+        "Make the optimizer{} after the model that the loss comes from, of its parameters: a copy "
+        "of a model, or one that is made again, has others.",
+    ),
+    "tensors": (
+        "the loss depends on no parameter, and its graph begins at a tensor that was made anew",
+        "Look for detach(), .data, .item(), numpy(), torch.tensor() between the parameters of the "
+        "optimizer{} and the loss: the result has no history, even if it requires a gradient.",
+    ),
+}
+
+
 @detector(Phase.MISUSE)
 def unused(evidence: Evidence) -> Finding | None:
     """Optimizers that never step because they have no gradients."""
@@ -52,6 +66,16 @@ def unused(evidence: Evidence) -> Finding | None:
     if evidence.steps or not count:
         return None
     step = "step(optimizer)" if evidence.has_scaler else "optimizer.step()"
+    astray, _, line = evidence.events.place(Event.ASTRAY).partition(" at ")
+    if astray:
+        why, action = _ASTRAY[astray]
+        return Finding(
+            "misuse",
+            f"{step} found no gradient in {count} calls, as {why}, so nothing is trained.",
+            action.format(f" (made at {line})" if line else ""),
+            line=line or None,
+            count=count,
+        )
     return Finding(
         "misuse",
         f"{step} found no gradient in {count} calls, so nothing is trained.",
@@ -94,9 +118,11 @@ def unzeroed(evidence: Evidence) -> Finding | None:
         "misuse",
         f"In {count} of {steps} steps, the backward pass added {added}{whose} that the step before "
         f"had used, so each step uses {so}, and an Inf or a NaN stays.",
-        f"Call optimizer.zero_grad() after each step{f' (for {where})' if where else ''}; with "
-        f"micro-batches, call {step} once, after the last one's backward pass.",
+        f"Call optimizer.zero_grad() after each step{f' (for {where})' if where else ''}"
+        f"{evidence.at('step')}; with micro-batches, call {step} once, after the last one's "
+        "backward pass.",
         where,
+        line=evidence.line_of("step"),
         count=count,
     )
 
@@ -239,7 +265,9 @@ def clipped_while_scaled(evidence: Evidence) -> Finding | None:
         f"The {what} of the gradients is {limit:g} in each sample while they are still multiplied "
         f"by the loss scale, so they are clipped to {limit:g} / {scale:g} = {limit / scale:g}.",
         "Call scaler.unscale_(optimizer) after the backward pass and before "
-        f"{function}, or scaler.clip_grad_norm_(optimizer, max_norm) in its place.",
+        f"{function}{evidence.at('clip')}, or scaler.clip_grad_norm_(optimizer, max_norm) in its "
+        "place.",
+        line=evidence.line_of("clip"),
     )
 
 
@@ -281,7 +309,8 @@ def unscaled_loss(evidence: Evidence) -> Finding | None:
         "misuse",
         f"In {count} of {steps} steps, no loss was given to scale(), and step() divided the "
         "gradients by the loss scale all the same, so they are that much too small.",
-        "Call scaler.scale(loss).backward() in place of loss.backward().",
+        f"Call scaler.scale(loss).backward() in place of loss.backward(){evidence.at('backward')}.",
+        line=evidence.line_of("backward"),
         count=count,
         is_certain=False,
     )
@@ -328,12 +357,15 @@ def evaluating(evidence: Evidence) -> Finding | None:
     count, steps = evidence.events.count(Event.EVALUATING), evidence.steps
     if count < max(FEW_CALLS, MANY * steps):
         return None
+    line = evidence.line_of("eval")
+    called = f" (it is called at {line})" if line else ""
     return Finding(
         "misuse",
         f"In {count} of {steps} steps, the model was in evaluation mode, after others in training "
         "mode: dropout drops nothing, and batch normalization keeps its old statistics.",
         "Call model.train() after each validation, before the next batch. To keep some layers in "
-        "evaluation mode, call eval() on those alone.",
+        f"evaluation mode, call eval() on those alone{called}.",
+        line=line,
         count=count,
         is_certain=False,
     )

@@ -129,6 +129,15 @@ class Evidence:
             return f"the script left out {count}"
         return f"{count} {'was' if self.skipped == 1 else 'were'} skipped"
 
+    def line_of(self, call: str) -> str | None:
+        """The line of a call that belongs to a step, as in :class:`Optimizers`; None if unknown."""
+        return None if self.optimizers is None else self.optimizers.lines.get(call)
+
+    def at(self, call: str) -> str:
+        """A clause with that line; empty if it is unknown."""
+        line = self.line_of(call)
+        return f" at {line}" if line else ""
+
     @property
     def has_no_loss(self) -> bool:
         """Whether almost all losses are 0, and no gradient was another number in any sample."""

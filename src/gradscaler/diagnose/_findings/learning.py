@@ -22,8 +22,10 @@ from gradscaler.diagnose._record.thresholds import (
     NEAR_CHANCE,
     RAN_AWAY,
     ROSE,
+    SAME_LOSS,
     SOON,
     STAYED,
+    TINY_NORM,
     VANISHED,
 )
 
@@ -65,6 +67,7 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
     if frozen:
         return f"{judged}. If it should have fallen, look at {_listed(frozen)}, {_FROZEN}."
     hint = _overwritten(evidence) or _unheld(evidence) or _clipped(evidence)
+    hint = hint or _tiny(evidence, values)
     if hint := hint or _guessed(evidence, fmean(values[-LATE:])) or _vanished(evidence):
         return f"{judged}, {hint}"
     ends = [rate for _, rate in (*evidence.rates[:1], *evidence.rates[-1:])]
@@ -138,6 +141,20 @@ def _clipped(evidence: Evidence) -> str | None:
     return (
         f"and gradients are clipped from a norm of {least:.2g} or more to {limit:.2g}, so that the "
         "weights hardly move. If the loss should have fallen, raise that limit."
+    )
+
+
+def _tiny(evidence: Evidence, losses: Sequence[float]) -> str | None:
+    """A hint if gradients are so small that the loss stays the same, whatever the batch."""
+    norms = [each.norm for each in evidence.measured if each.norm]
+    is_same = max(losses) - min(losses) <= SAME_LOSS * abs(losses[0])
+    if not is_same or len(norms) < FEW_SAMPLES or max(norms) > TINY_NORM:
+        return None
+    return (
+        f"and the gradients are so small, a norm of at most {max(norms):.1g}, that the loss stays "
+        "the same. If it should have fallen, look at how the weights begin: several layers in a "
+        "row with weights near 0 (an initialization with a small deviation) pass nothing on; and "
+        "at a loss that is divided by too large a number."
     )
 
 

@@ -109,6 +109,14 @@ normalised_twice = _at_a_place(
     "Leave out this {operation}, as cross_entropy and binary_cross_entropy_with_logits apply their "
     "own; or give the logarithm of probabilities to nll_loss.",
 )
+cut = _at_a_place(
+    Phase.LOSS,
+    Event.CUT,
+    "misuse",
+    "The loss takes logits and is given the output of {place}, which is never negative: a class "
+    "whose logits are 0 in each row gets no gradient any more, and none becomes improbable.",
+    "Leave out this {operation}: the logits are the output of the last linear layer.",
+)
 across = _at_a_place(
     Phase.LOSS,
     Event.ACROSS,

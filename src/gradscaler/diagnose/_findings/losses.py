@@ -18,6 +18,7 @@ from gradscaler.diagnose._record.step import Step
 from gradscaler.diagnose._record.thresholds import (
     EXPLODED,
     FAILS_OFTEN,
+    LARGE_FROM_THE_START,
     LEAST_EXPLODED,
     LISTED,
     RAN_AWAY,
@@ -115,10 +116,16 @@ def divergence(case: Case) -> Finding | None:
     if loss is not None and (loss[1].loss or 0.0) < 0:
         lower = "look for a term with the wrong sign, lower the learning rate"
     end = case.told(case.outcome.of_numbers)
+    action = f"{go} back to an earlier checkpoint, {lower}, and clip gradients."
+    if loss is not None and loss[0].step == 1 and _size(loss[0]) >= LARGE_FROM_THE_START:
+        action = (
+            "The loss is too large from the start: look at inputs and targets that are not "
+            "normalized, and at the first weights (their initialization), before the learning rate."
+        )
     return Finding(
         "divergence",
         f"The {' and the '.join(grew)}{rate}, until numbers {became}{first_bad} {end}.",
-        f"{go} back to an earlier checkpoint, {lower}, and clip gradients.",
+        action,
         where,
         count=evidence.skips_in_a_row,
     )

@@ -78,8 +78,9 @@ def uphill(evidence: Evidence) -> Finding | None:
         "divergence",
         f"The learning rate was negative in {count} of {evidence.steps} steps, so they go uphill "
         "and the loss grows.",
-        "Give the schedule the true number of steps (warm-up, epochs, accumulation), or let it end "
-        "at 0; go back to a checkpoint from before.",
+        f"Give the schedule{evidence.at('schedule')} the true number of steps (warm-up, epochs, "
+        "accumulation), or let it end at 0; go back to a checkpoint from before.",
+        line=evidence.line_of("schedule"),
         count=count,
     )
 
@@ -127,8 +128,9 @@ def still(evidence: Evidence) -> Finding | None:
         "misuse",
         f"The learning rate was 0 in {count} of {evidence.steps} steps, so they moved nothing, "
         "though the optimizer was made with another one.",
-        "Call scheduler.step() after each step(optimizer), let the warm-up begin above 0, or give "
-        "the schedule the true number of steps.",
+        f"Call scheduler.step() after each step(optimizer){evidence.at('step')}, let the warm-up "
+        "begin above 0, or give the schedule the true number of steps.",
+        line=evidence.line_of("step"),
         count=count,
     )
 
@@ -159,8 +161,10 @@ def rescheduled(evidence: Evidence) -> Finding | None:
         "restart",
         "The optimizer has the state of an earlier run, and its schedule counts from the start: "
         f"the first change of the learning rate is from {jump}.",
-        "Save scheduler.state_dict() with the optimizer's, and load it where that is loaded; to "
-        "begin a new schedule, leave the optimizer's state out.",
+        f"Save the state_dict() of the scheduler that steps{evidence.at('schedule')} with the "
+        "optimizer's, and load it where that is loaded; to begin a new schedule, leave the "
+        "optimizer's state out.",
+        line=evidence.line_of("schedule"),
         is_certain=False,
     )
 
@@ -182,8 +186,9 @@ def faded(evidence: Evidence) -> Finding | None:
         "misuse",
         f"In {count} of {evidence.steps} steps, the learning rate was less than a millionth of "
         "what it had been, so nothing moves any more.",
-        "Step a schedule that counts epochs once an epoch, not once a batch; give it the true "
-        "number of steps, or let it end at a larger rate.",
+        f"Step a schedule that counts epochs{evidence.at('schedule')} once an epoch, not once a "
+        "batch; give it the true number of steps, or let it end at a larger rate.",
+        line=evidence.line_of("schedule"),
         count=count,
         is_certain=is_early,
     )
@@ -279,9 +284,11 @@ def outside(evidence: Evidence) -> Finding | None:
         "misuse",
         f"In no optimizer that is stepped: {_listed(names)}, in spite of a gradient, so nothing "
         "moves it.",
-        "Call step() with the optimizer that holds it, or give it to one, which must be made after "
-        "layers are added or replaced; or call requires_grad_(False) on it.",
+        f"Call step() with the optimizer that holds it, or give it to one{_made_at(evidence)}, "
+        "which must be made after layers are added or replaced; or call requires_grad_(False) on "
+        "it.",
         names[0],
+        evidence.line_of("optimizer"),
         is_certain=False,
     )
 
@@ -317,6 +324,12 @@ def unscaled(evidence: Evidence) -> Finding | None:
         names[0],
         is_certain=False,
     )
+
+
+def _made_at(evidence: Evidence) -> str:
+    """A clause with the line that made the optimizer; empty if it is unknown."""
+    line = evidence.line_of("optimizer")
+    return f" (one is made at {line})" if line else ""
 
 
 def _listed(names: tuple[str, ...]) -> str:

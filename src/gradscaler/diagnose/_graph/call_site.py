@@ -93,6 +93,11 @@ def users_line(frames: Iterable[tuple[str, int]]) -> str | None:
     return next(lines, None)
 
 
+def is_of_users_file(filename: str) -> bool:
+    """Whether a file is neither a framework's nor gradscaler's."""
+    return _whose(filename) == "user"
+
+
 def is_of_user(function: object) -> bool:
     """Whether a function was written by the user, and not by a framework or a library of it."""
     function = getattr(function, "func", function)  # of functools.partial

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,17 @@ from numpy.typing import NDArray
 
 from gradscaler.diagnose._gradients.arrays import local, sample_of
 from gradscaler.diagnose._gradients.reading import Tensor, largest
+from gradscaler.diagnose._graph.nodes import is_leaf, nodes_from
 from gradscaler.diagnose._graph.places import in_memory
+from gradscaler.diagnose._graph.step_lines import lines_around
+from gradscaler.diagnose._monitor import new_optimizers
 from gradscaler.diagnose._monitor.parameters import (
     OptimizersParameters,
     groups_of,
     has_stepped,
     held_by,
+    numbers_of,
+    rates_of,
 )
 from gradscaler.diagnose._monitor.used_gradients import Mark, is_unchanged, mark_of
 from gradscaler.diagnose._record.lines import UNOWNED, Optimizers
@@ -53,6 +59,17 @@ class HeldParameters:
         self._peaks: dict[int, list[float]] = {}  # the largest rate of each group, by optimizer
         self._left: dict[int, Tensor] = {}  # by the latest sampled step; parts by parameters' ids
         self._version: int | None = None  # of the model's first trained parameter
+        self._leaves: dict[int, bool] | None = (
+            None  # of the latest loss: whether each is a parameter
+        )
+        self._lines: dict[str, str] = {}  # see Optimizers
+
+    def see_calls(self, optimizer: object, frame: FrameType | None) -> None:
+        """Note the lines of the calls around an optimizer's first step, which has this frame."""
+        if id(optimizer) not in self.names:
+            made = new_optimizers.lines.get(optimizer)
+            self._lines = {**lines_around(frame), **self._lines}
+            self._lines |= {} if made is None else {"optimizer": made}
 
     def note(self, optimizer: object, has_gradients: bool) -> int:
         """Note a step of an optimizer; return how many it made, if none of them had gradients."""
@@ -69,6 +86,24 @@ class HeldParameters:
         elif key not in self._stepped:
             self._idle[key] = self._idle.get(key, 0) + 1
         return self._idle.get(key, 0)
+
+    def see_leaves(self, loss: Tensor) -> None:
+        """Note what a loss depends on, before the first step."""
+        leaves = [node.variable for node in nodes_from([loss.grad_fn]) if is_leaf(node)]
+        kind: Any = sys.modules["torch"].nn.Parameter
+        self._leaves = {id(each): isinstance(each, kind) for each in leaves}
+
+    def what_else(self, optimizer: object) -> str | None:
+        """What the latest loss depends on, if that is nothing that an optimizer holds.
+
+        It is ``"parameters"`` or ``"tensors"``, and the line that made the optimizer.
+        """
+        held = {id(p) for group in groups_of(optimizer) for p in group["params"]}
+        if self._leaves is None or not held.isdisjoint(self._leaves):
+            return None
+        line = self._lines.get("optimizer")
+        kind = "parameters" if any(self._leaves.values()) else "tensors"
+        return kind + (f" at {line}" if line else "")
 
     def why_stopped(self, optimizer: object) -> str | None:
         """Why an optimizer that has made steps finds no gradient any more; None if it made none.
@@ -124,7 +159,7 @@ class HeldParameters:
         frozen = tuple(name for name, p in left if not p.requires_grad)
         eps = max(numbers_of(optimizer, "eps"), default=None)
         seen = Optimizers(idle, self._outside(), rate, weights=weights, eps=eps)
-        return replace(seen, blank=blank, frozen=frozen)
+        return replace(seen, blank=blank, frozen=frozen, lines=self._lines)
 
     def _own(self) -> set[int]:
         """The ids of the model's parameters."""
@@ -160,14 +195,13 @@ class HeldParameters:
         counted more steps, and may begin a new cycle.
         """
         key = id(optimizer)
-        if key not in self.names:  # it has not stepped yet
-            if has_stepped(optimizer):
-                self._resumed[key] = rates
-            return None
         before = self._resumed.get(key, rates)
+        if key not in self.names and has_stepped(optimizer):  # it has not stepped yet
+            self._resumed[key] = rates
+            before = new_optimizers.rates.pop(optimizer, rates)  # a schedule may have changed them
         if before == rates:
             return None
-        del self._resumed[key]
+        self._resumed.pop(key, None)
         both = zip(before, rates, strict=False)
         jump = next(((a, b) for a, b in both if 0 < RATE_JUMPED * a <= b), None)
         return f"{jump[0]:g} to {jump[1]:g}" if jump and _has_new_schedule(optimizer) else None
@@ -222,17 +256,6 @@ class HeldParameters:
 
 def _part_of(parameter: Tensor) -> Tensor:
     return local(parameter).detach().reshape(-1)[:_FEW_ELEMENTS]
-
-
-def rates_of(optimizer: object) -> list[float]:
-    """The learning rates of an optimizer's groups, as far as they are on the host."""
-    return numbers_of(optimizer, "lr")
-
-
-def numbers_of(optimizer: object, setting: str) -> list[float]:
-    """The numbers that a setting has in an optimizer's groups, as far as they are on the host."""
-    values = map(operator.methodcaller("get", setting), groups_of(optimizer))
-    return [float(value) for value in values if isinstance(value, (int, float))]
 
 
 def _has_new_schedule(optimizer: object) -> bool:

@@ -185,13 +185,13 @@ class Iterations:
                 self.note(optimizer, outcome)
         self._noted = {id(optimizer): outcome for optimizer, outcome in latest}
 
-    def note_call(self, event: Event) -> None:
+    def note_call(self, event: Event, where: str = "") -> None:
         """Note a call that led to no step, if no step came before it.
 
         The first 1,000 are counted.
         """
         if self.latest.is_first and len(self.latest.events) < HISTORY_LENGTH:
-            self.latest.note(event)
+            self.latest.note(event, where)
             self._log.note_early(self.latest.events)
 
     def end(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
+from inspect import currentframe
 from itertools import chain, repeat
 from traceback import walk_stack
 from typing import SupportsFloat, TypeVar
@@ -29,10 +30,9 @@ from gradscaler.diagnose._monitor.held_parameters import (
     HeldParameters,
     bad_settings_of,
     is_made_to_move,
-    rates_of,
 )
 from gradscaler.diagnose._monitor.iterations import Iteration, Iterations
-from gradscaler.diagnose._monitor.parameters import OptimizersParameters, has_stepped
+from gradscaler.diagnose._monitor.parameters import OptimizersParameters, has_stepped, rates_of
 from gradscaler.diagnose._monitor.step_log import StepSource, StuckError
 from gradscaler.diagnose._monitor.training_mode import TrainingMode
 from gradscaler.diagnose._monitor.used_gradients import (
@@ -119,6 +119,8 @@ class EagerObserver(StepSource):
         iteration = self._iterations.latest
         if (iteration.is_first or iteration.is_sampled) and not iteration.is_long:
             listen(outputs, iteration.backward, self._hooks)
+        if iteration.is_first and self._sees_graph and not iteration.is_long:
+            self._held.see_leaves(outputs)
         if iteration.is_sampled and self._sees_graph:
             iteration.scaled.add(outputs, self._line_of)
         if iteration.is_first and not iteration.begun and self._held.has_moved():
@@ -156,6 +158,7 @@ class EagerObserver(StepSource):
     @closes_if_asked
     def stepping(self, optimizer: object, scale: SupportsFloat | None, /) -> None:
         """Measure the gradients if a sample is due and ``unscaling`` has not measured them."""
+        self._held.see_calls(optimizer, currentframe())
         self._before_step(optimizer, scale)
         if self._observed.is_mixed(optimizer):
             self._iterations.latest.note(Event.MIXED)
@@ -229,13 +232,7 @@ class EagerObserver(StepSource):
         has_gradients = outcome.known_reason != "no_gradients"
         count = self._held.note(optimizer, has_gradients)
         if not has_gradients:
-            self._iterations.note_call(Event.IDLE)
-            why = self._held.why_stopped(optimizer)
-            if why is None:
-                self.log.note_idle(self._held.names[id(optimizer)], count)
-            else:
-                self.read()
-                self.log.note_stopped(self._iterations.ended, why)
+            self._note_idle(optimizer, count)
             return
         iteration = self._iterations.latest
         self._iterations.note(optimizer, outcome)
@@ -255,6 +252,18 @@ class EagerObserver(StepSource):
             if self._graphs is not None and outcome.nonfinite:
                 bad = {id(named[each.name]) for each in outcome.nonfinite}
                 self._graphs.gradients.note(bad, {id(p) for p in named.values()} - bad)
+
+    def _note_idle(self, optimizer: object, count: int) -> None:
+        """Note a step without a gradient, the optimizer's latest of so many from the start."""
+        self._iterations.note_call(Event.IDLE)
+        if self._sees_graph and (what := self._held.what_else(optimizer)):
+            self._iterations.note_call(Event.ASTRAY, what)
+        why = self._held.why_stopped(optimizer)
+        if why is None:
+            self.log.note_idle(self._held.names[id(optimizer)], count)
+        else:
+            self.read()
+            self.log.note_stopped(self._iterations.ended, why)
 
     @closes_if_asked
     def updating(self) -> None:

@@ -187,6 +187,17 @@ def held_by(optimizer: Any) -> Iterator[Any]:
     return (p for group in groups_of(optimizer) for p in group["params"])
 
 
+def rates_of(optimizer: object) -> list[float]:
+    """The learning rates of an optimizer's groups, as far as they are on the host."""
+    return numbers_of(optimizer, "lr")
+
+
+def numbers_of(optimizer: object, setting: str) -> list[float]:
+    """The numbers that a setting has in an optimizer's groups, as far as they are on the host."""
+    values = (group.get(setting) for group in groups_of(optimizer))
+    return [float(value) for value in values if isinstance(value, (int, float))]
+
+
 def has_stepped(optimizer: object) -> bool:
     """Whether an optimizer's state shows that it has stepped before; False if unknown."""
     for _, values in _items(getattr(optimizer, "state", None)):

@@ -92,6 +92,8 @@ class ScaledLosses:
                 self._note(Event.ABSORBED, node, line_of(loss, node))
             elif (inner := _normalised(node)) is not None:
                 self._note(Event.TWICE, inner, line_of(loss, inner))
+            elif (inner := _cut(node)) is not None:
+                self._note(Event.CUT, inner, line_of(loss, inner))
             elif (inner := _across(node)) is not None:
                 self._note(Event.ACROSS, inner, line_of(loss, inner))
         return True
@@ -209,6 +211,17 @@ def _normalised(node: Node) -> Node | None:
         return None
     inner = source_of(node.next_functions[0][0])  # not that of a target, which is the second
     return inner if inner is not None and differentiated(inner.name()) in _NORMALISE else None
+
+
+def _cut(node: Node) -> Node | None:
+    """The ReLU whose output a cross entropy takes for logits; None if it takes another."""
+    name, below = differentiated(node.name()), _before(node)
+    if name == "nll_loss" and below and differentiated(below[0].name()) == "log_softmax":
+        (node,) = below
+    elif name != "binary_cross_entropy_with_logits":
+        return None
+    inner = source_of(node.next_functions[0][0])
+    return inner if inner is not None and differentiated(inner.name()) == "relu" else None
 
 
 def _across(node: Node) -> Node | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradscaler.diagnose._gradients.arrays import local
 from gradscaler.diagnose._gradients.reading import Tensor
@@ -45,6 +45,14 @@ def is_unchanged(mark: Mark | None, gradient: Tensor | None, changes: int = 0) -
     return alive() is gradient and bool(version + changes == gradient._version)
 
 
+class _Used(NamedTuple):
+    """A gradient before the backward pass."""
+
+    parameter: Callable[[], Tensor | None]
+    mark: Mark | None
+    largest: Tensor  # magnitude
+
+
 class UsedGradients:
     """Detects a backward pass that adds to gradients that a step has used.
 
@@ -61,18 +69,30 @@ class UsedGradients:
 
     def __init__(self, counts_changes: bool) -> None:
         self._counts_changes = counts_changes
-        self._parameters: dict[int, Callable[[], Tensor]] = {}  # one of each optimizer that stepped
-        self._used: dict[int, tuple[Mark | None, Tensor]] = {}  # with its largest magnitude
+        # One of each optimizer that has stepped since the backward pass before.
+        self._parameters: dict[int, Callable[[], Tensor | None]] = {}
+        self._used: dict[int, _Used] = {}
 
     def before_backward(self) -> None:
-        """Note the gradients that earlier steps left."""
-        self._used = {}
-        for key, alive in self._parameters.items():
+        """Note the gradients that earlier steps left.
+
+        What a pass made after the step, and after they were zeroed, waits for a step of its own.
+        """
+        before = self._used.items()
+        self._used = {key: used for key, each in before if (used := self._added_to(each))}
+        stepped, self._parameters = self._parameters, {}
+        for key, alive in stepped.items():
             gradient = getattr(alive(), "grad", None)
             if gradient is not None:
                 with suppress(Exception):  # a sparse gradient has no amax; it is left out
                     largest = local(gradient).detach().abs().max()
-                    self._used[key] = mark_of(gradient), largest
+                    self._used[key] = _Used(alive, mark_of(gradient), largest)
+
+    def _added_to(self, used: _Used) -> _Used | None:
+        """A used gradient that a pass without a step has added to; None if it was zeroed."""
+        gradient: Any = getattr(used.parameter(), "grad", None)
+        is_added_to = self._counts_changes and is_unchanged(used.mark, gradient, changes=1)
+        return used._replace(mark=mark_of(gradient)) if is_added_to else None
 
     def before_step(self, optimizer: object, iteration: Iteration, name: str) -> None:
         """Note in an iteration what the gradient held before a backward pass added to it.
@@ -92,7 +112,8 @@ class UsedGradients:
         A magnitude of 0 means that the gradient was zeroed in place before the backward pass.
         """
         key = id(optimizer)
-        parameter, used = self._parameters.pop(key, lambda: None)(), self._used.pop(key, None)
+        used = self._used.pop(key, None)
+        parameter = None if used is None else used.parameter()
         gradient: Any = None if parameter is None else parameter.grad
         if gradient is None:
             parameter = _one_with_gradient(optimizer)
@@ -100,9 +121,8 @@ class UsedGradients:
             self._parameters[key] = weakref.ref(parameter)
         if used is None or gradient is None:
             return None
-        mark, largest = used
-        is_added_to = not self._counts_changes or is_unchanged(mark, gradient, changes=1)
-        return largest if is_added_to else None
+        is_added_to = not self._counts_changes or is_unchanged(used.mark, gradient, changes=1)
+        return used.largest if is_added_to else None
 
 
 def _one_with_gradient(optimizer: object) -> Tensor | None:

@@ -56,6 +56,7 @@ class Event(Enum):
     ABSORBED = "absorbed", "scaled_losses", "loss_graphs gradient_values"
     ENDED = "ended", "scaled_losses", "loss_graphs"  # it is 0, and each way from it ends
     TWICE = "twice", "scaled_losses", "loss_graphs"  # it takes probabilities for logits
+    CUT = "cut", "scaled_losses", "loss_graphs"  # a ReLU makes its logits
     ACROSS = "across", "scaled_losses", "loss_graphs"  # log-probabilities over the batch
     BROADCAST = "broadcast", "scaled_losses", "loss_graphs"  # n outputs with n targets each
     UNHELD = "unheld", "scaled_losses", "learning"  # it depends on what no model and optimizer has
@@ -65,6 +66,8 @@ class Event(Enum):
     UNFIT = "unfit", "observer", "calls"  # load_state_dict(strict=False) that loaded nothing
     RESUMED = "resumed", "observer", "calls"  # an optimizer had a state, but the scaler was new
     IDLE = "idle", "observer recorded_loop step_log", "calls optimizers"  # at a module, later too
+    # The loss of such a step depends on parameters, or other tensors, that the optimizer lacks.
+    ASTRAY = "astray", "observer", "calls"
     RAISED = "raised", "observer", "__init__"  # step() or unscale_() raised an error
     STEPLESS = "stepless", "observer", "optimizers"  # parameters moved between two scaled losses
     DISABLED = "disabled", "disabled", "calls"  # the scaler is, and a forward pass was in float16

@@ -143,6 +143,9 @@ class Optimizers:
         used: the norm of the gradients that the latest step used, such as clipped ones; None if
             it was not taken.
         eps: the largest eps of its groups; None if it is not known.
+        lines: the lines of the calls that belong to a step, as far as the script's code shows
+            them: ``"step"``, ``"backward"``, ``"clip"``, ``"eval"`` and ``"schedule"``; and
+            ``"optimizer"``, that which made the latest optimizer.
     """
 
     idle: Mapping[str, int] = field(default_factory=dict)
@@ -154,6 +157,7 @@ class Optimizers:
     frozen: tuple[str, ...] = ()
     used: Magnitude | None = None
     eps: Magnitude | None = None
+    lines: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

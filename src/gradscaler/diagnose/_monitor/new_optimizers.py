@@ -1,0 +1,45 @@
+"""What PyTorch's optimizers were before they stepped: who made them, and the rates they loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+from types import FrameType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from gradscaler.diagnose._graph.call_site import users_line
+from gradscaler.diagnose._graph.guard import guarded
+from gradscaler.diagnose._graph.stand_ins import in_place_of
+from gradscaler.diagnose._monitor.parameters import rates_of
+
+lines: MutableMapping[Any, str] = WeakKeyDictionary()
+"""The user's line that made each optimizer."""
+rates: MutableMapping[Any, Sequence[float]] = WeakKeyDictionary()
+"""The learning rates of each that loaded a state, before a new schedule set others."""
+
+
+def noting_rates(load: Callable[..., Any]) -> Any:
+    """A function in place of PyTorch's ``load_state_dict``, which it calls."""
+    note = guarded(_note_rates)
+
+    @in_place_of(load)
+    def seen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = load(self, *args, **kwargs)
+        note(self)
+        return found
+
+    return seen
+
+
+def _note_rates(optimizer: Any) -> None:
+    rates[optimizer] = rates_of(optimizer)
+
+
+def note_made(optimizer: Any, frame: FrameType | None) -> None:
+    """Note the line that makes an optimizer, from a frame of that call on."""
+    frames = []
+    while frame is not None:
+        frames.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    if line := users_line(frames):
+        lines[optimizer] = line
