@@ -26,7 +26,7 @@ from gradscaler.diagnose._operations.operation import Role
 from gradscaler.diagnose._operations.rows import names_with
 from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._seams.calls import Calls
-from gradscaler.diagnose._seams.judge import Judge, Owned
+from gradscaler.diagnose._seams.judge import Judge, JudgedSeam, Owned
 
 Node = Any
 
@@ -70,7 +70,7 @@ class _Seen(NamedTuple):
     source: Located | None
 
 
-class EagerSeam(ABC):
+class EagerSeam(JudgedSeam, ABC):
     """Shows a judge the operations between ``start()`` and ``stop()``, forward and backward.
 
     What each call of a function of the framework makes is read. Each node that the call adds to the
@@ -102,11 +102,6 @@ class EagerSeam(ABC):
         self.may_continue: Callable[[], bool] | None = None
         self._handles: list[Handle] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
-
-    @property
-    def located(self) -> Located | None:
-        """The first Inf or NaN that reached a result, or the gradient of a leaf; or None."""
-        return self._judge.located
 
     def start(self) -> None:
         """Begin to see the operations of this thread."""

@@ -13,7 +13,7 @@ from gradscaler.diagnose._graph.call_site import users_line
 from gradscaler.diagnose._graph.site import Site
 from gradscaler.diagnose._operations.rows import canonical, row_of
 from gradscaler.diagnose._record.located import Located
-from gradscaler.diagnose._seams.judge import MOVES, Judge, Owned, Pass
+from gradscaler.diagnose._seams.judge import MOVES, Judge, JudgedSeam, Owned, Pass
 
 Array = Any
 Jaxpr = Any
@@ -44,7 +44,7 @@ class _Place(NamedTuple):
     layer: str | None = None
 
 
-class JaxSeam:
+class JaxSeam(JudgedSeam):
     """Runs a computation primitive by primitive, and lets the judge see each.
 
     Args:
@@ -57,11 +57,6 @@ class JaxSeam:
     ) -> None:
         self._layers = layers or {}
         self._judge = Judge(self._layers, parameters)
-
-    @property
-    def located(self) -> Located | None:
-        """The first Inf or NaN that reached a result; None if none did."""
-        return self._judge.located
 
     def run(self, closed: Any, arguments: Mapping[str, Array]) -> None:
         """Run a computation on its arguments, by their names in what is located."""

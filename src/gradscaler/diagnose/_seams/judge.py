@@ -214,6 +214,17 @@ class Judge:
         return result(found, not _dimensions(output), values, makes_masks, made)
 
 
+class JudgedSeam:
+    """What shows a judge the operations of a step."""
+
+    _judge: Judge
+
+    @property
+    def located(self) -> Located | None:
+        """The first Inf or NaN that reached a result, or the gradient of a leaf; or None."""
+        return self._judge.located
+
+
 def smallest(tensor: Tensor, found: Reading) -> float | None:
     """The smallest magnitude in a tensor; None if it holds an Inf or NaN."""
     if found.bad:

@@ -25,7 +25,7 @@ from gradscaler.diagnose._graph.masks import Value
 from gradscaler.diagnose._graph.site import Site
 from gradscaler.diagnose._operations.rows import canonical
 from gradscaler.diagnose._record.located import Located
-from gradscaler.diagnose._seams.judge import DIVIDES, Judge, Owned, Pass
+from gradscaler.diagnose._seams.judge import DIVIDES, Judge, JudgedSeam, Owned, Pass
 
 Cell = Any
 Node = Any
@@ -47,7 +47,7 @@ class _Call(NamedTuple):
     values: list[Value[Located]]
 
 
-class Seam:
+class Seam(JudgedSeam):
     """Judges the operations of a thread between ``start()`` and ``stop()``.
 
     Cells and functions that are compiled run operation by operation meanwhile, in all threads.
@@ -71,11 +71,6 @@ class Seam:
             tuple[int, int], Located
         ] = {}  # to which result of a node, a bad gradient
         self._undo = ExitStack()
-
-    @property
-    def located(self) -> Located | None:
-        """The first Inf or NaN that reached a result or a gradient; None if none did."""
-        return self._judge.located
 
     def start(self) -> None:
         """Begin to see operations."""

@@ -21,7 +21,7 @@ from gradscaler.diagnose._graph.masks import Value
 from gradscaler.diagnose._graph.site import Site
 from gradscaler.diagnose._operations.rows import canonical
 from gradscaler.diagnose._record.located import Located
-from gradscaler.diagnose._seams.judge import Judge, Owned
+from gradscaler.diagnose._seams.judge import Judge, JudgedSeam, Owned
 
 Tensors = Sequence[Tensor]
 
@@ -30,7 +30,7 @@ _SCALERS = tuple(
 )
 
 
-class TensorFlowSeam:
+class TensorFlowSeam(JudgedSeam):
     """Judges the operations that a thread runs between ``start()`` and ``stop()``.
 
     TensorFlow calls back after each operation. It says neither on which line the operation ran nor
@@ -62,11 +62,6 @@ class TensorFlowSeam:
         self._calls: dict[str, list[tuple[list[int], Site]]] = {}  # by the operation: its inputs
         self._depth = 0  # of the backward passes that run
         self.thread = get_ident()
-
-    @property
-    def located(self) -> Located | None:
-        """The first Inf or NaN that reached a loss, a gradient or a result; None if none did."""
-        return self._judge.located
 
     def start(self) -> None:
         """Begin to judge the operations of this thread."""
