@@ -115,32 +115,32 @@ def of_gradient(located: Located) -> str | None:
     return _repair(located, Seen.at(located, is_backward=True))
 
 
-def is_inf_in_float16(found: Located | None) -> bool:
+def is_inf_in_float16(located: Located | None) -> bool:
     """Whether a tensor that was given to an operation is Inf, as sums in float16 may be."""
-    if not isinstance(found, Given) or found.dtype != "float16":
+    if not isinstance(located, Given) or located.dtype != "float16":
         return False
-    return found.num_inf > 0 and not found.num_nan
+    return located.num_inf > 0 and not located.num_nan
 
 
-def at_line(found: Located | None, before: str = "by") -> str:
+def at_line(located: Located | None, before: str = "by") -> str:
     """A clause with the operation and the line of an Inf or NaN; empty if it is unknown."""
-    if found is None or found.operation is None:
+    if located is None or located.operation is None:
         return ""
-    line = f" at {found.line}" if found.line else ""
-    likely = ", probably" if found.is_likely else ","
-    is_backward = isinstance(found, BadGradient)
-    inside = f" in {found.module}" if is_backward and found.module else ""
-    row = row_of(found.operation)
-    operation = (row and row.spoken) or found.operation
-    is_of_loss = found.summand is not None and not is_backward
-    number = (found.summand or "").removesuffix(f" ({found.operation} at {found.line})")
+    line = f" at {located.line}" if located.line else ""
+    likely = ", probably" if located.is_likely else ","
+    is_backward = isinstance(located, BadGradient)
+    inside = f" in {located.module}" if is_backward and located.module else ""
+    row = row_of(located.operation)
+    operation = (row and row.spoken) or located.operation
+    is_of_loss = located.summand is not None and not is_backward
+    number = (located.summand or "").removesuffix(f" ({located.operation} at {located.line})")
     summand = f", in summand {number} of the loss" if is_of_loss else ""
     return f"{likely} {before} {operation}{inside}{line}{summand}"
 
 
-def seen_in(found: Located | None) -> str:
+def seen_in(located: Located | None) -> str:
     """A clause that says where an Inf or NaN of the loss was first seen; empty if it is unknown."""
-    if isinstance(found, Given):
-        of = f"{found.rows} of " if found.rows else ""
-        return at_line(found, f"from {of}a tensor without a gradient, first read by")
-    return at_line(found, "first seen in")
+    if isinstance(located, Given):
+        of = f"{located.rows} of " if located.rows else ""
+        return at_line(located, f"from {of}a tensor without a gradient, first read by")
+    return at_line(located, "first seen in")

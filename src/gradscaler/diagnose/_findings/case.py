@@ -174,9 +174,9 @@ def _place(bad: BadStep, evidence: Evidence) -> Located | None:
     return later if is_made else found
 
 
-def _is_whole(found: Located | None) -> bool:
+def _is_whole(located: Located | None) -> bool:
     """Whether a place is that of the maker itself, as all of its inputs were seen."""
-    if found is None:
+    if located is None:
         return False
-    is_seen = isinstance(found, BadGradient) or not math.isnan(found.largest_input)
-    return found.bad_parameter is not None or (is_exact(found) and is_seen)
+    is_seen = isinstance(located, BadGradient) or not math.isnan(located.largest_input)
+    return located.bad_parameter is not None or (is_exact(located) and is_seen)

@@ -288,11 +288,13 @@ def min_scale_of(policy: object) -> float | None:
 _RANGES = "float16", "bfloat16", "float32"  # the narrowest first, as numbers leave it first
 
 
-def _more_telling(before: Located | None, found: Located | None) -> Located | None:
+def _more_telling(before: Located | None, located: Located | None) -> Located | None:
     """The later of two places, unless it only reads what the earlier one made."""
-    if found is None or (before is not None and (before.kind, found.kind) == ("forward", "input")):
+    if located is None or (
+        before is not None and (before.kind, located.kind) == ("forward", "input")
+    ):
         return before
-    return found
+    return located
 
 
 def _better(before: VerdictLine | None, line: VerdictLine) -> VerdictLine | None:

@@ -74,9 +74,9 @@ def caught(evidence: Evidence) -> Finding | None:
     return _of_loss(evidence, evidence.watched) or _of_gradients(evidence, evidence.watched)
 
 
-def _of_loss(evidence: Evidence, found: Located | None) -> Finding | None:
+def _of_loss(evidence: Evidence, located: Located | None) -> Finding | None:
     """Losses that are not finite, by an operation of a forward pass."""
-    if found is None or found.is_likely or found.operation is None:
+    if located is None or located.is_likely or located.operation is None:
         return None
     failed = [each for each in evidence.failures if each.has_bad_loss] or [
         Failure(step.step, step.scale, step.loss, None)  # its gradients were not recorded
@@ -84,11 +84,11 @@ def _of_loss(evidence: Evidence, found: Located | None) -> Finding | None:
         if step.skipped and step.has_bad_loss
     ]
     # A script without a scaler that leaves out such a step may do so on purpose.
-    is_ordinary = isinstance(found, Made) and found.largest_input <= ORDINARY
+    is_ordinary = isinstance(located, Made) and located.largest_input <= ORDINARY
     is_ordinary = is_ordinary and (evidence.has_scaler or evidence.are_kept)
     if not failed or not (is_ordinary or _are_enough(failed, evidence)):
         return None
-    return origins.forward(now_and_then(evidence, failed, found))
+    return origins.forward(now_and_then(evidence, failed, located))
 
 
 def _of_gradients(evidence: Evidence, watched: Located | None) -> Finding | None:

@@ -49,12 +49,12 @@ def silent(evidence: Evidence) -> Finding | None:
     how_often = "each step" if count == evidence.steps else f"{count} of {evidence.steps} steps"
     if count < evidence.steps:
         how_often += when(steps, evidence)
-    found = evidence.watched
-    at = seen_in(found)
-    advice = of_operation(found) if isinstance(found, Made) else None
+    located = evidence.watched
+    at = seen_in(located)
+    advice = of_operation(located) if isinstance(located, Made) else None
     if advice is not None:
         action = advice
-    elif isinstance(found, Given):
+    elif isinstance(located, Given):
         action = "look for NaN or Inf in the batch, and in targets and terms of the loss"
     elif loss is not None and math.isinf(loss):
         action = (
@@ -72,7 +72,7 @@ def silent(evidence: Evidence) -> Finding | None:
         "silent",
         f"The {'unscaled ' * evidence.has_scaler}loss is {loss:g} in {how_often}{at}, and {so}.",
         f"{action[0].upper()}{action[1:]}.",
-        *place_of(found),
+        *place_of(located),
         tuple(step.step for step in steps[-LISTED:]),
         count,
     )

@@ -67,17 +67,17 @@ def data(evidence: Evidence) -> Finding | None:
         return None
     lowest = evidence.min_scale
     is_lowest = lowest is not None and all(step.scale <= lowest for step in skips)
-    found = evidence.watched
-    if skips and not bad and not is_nan and is_lowest and not _seen_in(found, is_loss=False)[1]:
+    located = evidence.watched
+    if skips and not bad and not is_nan and is_lowest and not _seen_in(located, is_loss=False)[1]:
         return _at_floor(evidence, skips)
     count = max(len(skips), evidence.skipped)
     if bad:
         count = evidence.bad_and_skipped
         of_them = "each" if count == evidence.skipped else f"{count} of them"
         losses, action = f"{of_them} with a loss of {bad[-1].loss:g}", f"{_IN_INPUTS}, {_IN_LOSSES}"
-        if isinstance(found, Given):
-            action = _WITHOUT_GRADIENT.format("such rows" if found.rows else "these batches")
-        if is_inf_in_float16(found):
+        if isinstance(located, Given):
+            action = _WITHOUT_GRADIENT.format("such rows" if located.rows else "these batches")
+        if is_inf_in_float16(located):
             action = OF_INPUT_IN_FLOAT16
     else:
         losses, action = _losses_of(skips, evidence)
@@ -87,7 +87,7 @@ def data(evidence: Evidence) -> Finding | None:
     if is_nan:
         losses = f"with NaN and no Inf in the gradient of {nan_skips(evidence)[-1].nan}"
         action = of_backward(None)
-    at, advice = _seen_in(found, is_loss=bool(bad))
+    at, advice = _seen_in(located, is_loss=bool(bad))
     if advice is not None:
         is_of_few = _are_few(evidence.skipped, evidence) and not is_nan
         action = f"in these batches, {advice}" if is_of_few else advice
@@ -97,7 +97,7 @@ def data(evidence: Evidence) -> Finding | None:
         "data",
         f"{cause[0].upper()}{cause[1:]}",
         f"{action[0].upper()}{action[1:]}.",
-        *place_of(found),
+        *place_of(located),
         tuple(step.step for step in skips[-FEW_EVENTS:]),
         count,
         is_certain=_are_several(bad, evidence) or (is_nan and len(skips) >= FEW_EVENTS),
@@ -125,15 +125,15 @@ def _losses_of(skips: Sequence[Step], evidence: Evidence) -> tuple[str, str]:
     return f"whose loss is about {own:g} (elsewhere about {others:g})", _LEAVE_OUT
 
 
-def _seen_in(found: Located | None, is_loss: bool) -> tuple[str, str | None]:
+def _seen_in(located: Located | None, is_loss: bool) -> tuple[str, str | None]:
     """A clause that says where a watched step failed, or ``""``, and what to try, or None."""
-    if found is None or found.operation is None:
+    if located is None or located.operation is None:
         return "", None
     if is_loss:
-        of_kind = of_forward if isinstance(found, Made) else of_backward
-        return seen_in(found), None if isinstance(found, Given) else of_kind(found)
-    advice = of_gradient(found) or of_own(found) if isinstance(found, BadGradient) else None
-    return ("" if advice is None else at_line(found, "first seen in the gradient of")), advice
+        of_kind = of_forward if isinstance(located, Made) else of_backward
+        return seen_in(located), None if isinstance(located, Given) else of_kind(located)
+    advice = of_gradient(located) or of_own(located) if isinstance(located, BadGradient) else None
+    return ("" if advice is None else at_line(located, "first seen in the gradient of")), advice
 
 
 def _at_floor(evidence: Evidence, skips: Sequence[Step]) -> Finding:
@@ -177,9 +177,9 @@ def _are_few(count: int, evidence: Evidence) -> bool:
     return 2 * count <= evidence.steps
 
 
-def place_of(found: Located | None) -> tuple[str | None, str | None]:
+def place_of(located: Located | None) -> tuple[str | None, str | None]:
     """The module and the line of a located Inf or NaN; each is None if unknown."""
-    return (None, None) if found is None else (found.module, found.line)
+    return (None, None) if located is None else (located.module, located.line)
 
 
 def _are_several(bad: Sequence[Step], evidence: Evidence) -> bool:

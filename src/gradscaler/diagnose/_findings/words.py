@@ -37,6 +37,10 @@ _UNCOMPILED = "compiled code is one operation here: run some steps uncompiled"
 
 # A phrase, and what Paddle, JAX, Keras, tf_keras and MindSpore say.
 _ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        "Code outside of the model",  # in JAX, there may be none
+        ("Code outside of the model", "Code of the step", *("Code outside of the model",) * 3),
+    ),
     # Steps and gradients.
     (
         "Call optimizer.zero_grad() after each step",
