@@ -507,6 +507,20 @@ def test_weights_that_other_code_writes_are_told_if_the_loss_stands(is_written):
     assert ("weights change between the steps" in str(monitor.verdict)) == is_written
 
 
+def test_what_an_optimizer_left_is_not_compared_with_the_weights_of_another():
+    training = Training()
+    body, head = (torch.optim.SGD(training.model[at].parameters(), lr=0.05) for at in (0, 2))
+    with Monitor(model=training.model, every=1, tell=list) as monitor:
+        for _ in range(20):
+            training.model.zero_grad()
+            training.model(torch.ones(8, 4)).square().mean().backward()
+            body.step()
+            head.step()
+    assert len(monitor.history) == 20  # else the watch has ended
+    assert monitor.verdict.kind == "normal"
+    assert "change between the steps" not in monitor.verdict.text
+
+
 def beside_others():
     layers, last = [nn.Linear(4, 4), nn.Linear(4, 4)], nn.Linear(4, 4)
     last.register_forward_pre_hook(lambda _, given: layers[1](layers[0](*given)))
