@@ -86,9 +86,14 @@ OTHER: dict[type[ast.AST], Any] = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of a file: the bytes that it replaces, and the code in their place."""
+    """One change of a file: the bytes that it replaces, and the code in their place.
+
+    Attributes:
+        lines: from the statement's first to the last that changes.
+    """
 
     path: Path
+    line: int
     lines: range
     start: int
     end: int
@@ -96,7 +101,7 @@ class Mutant:
     new: str
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.lines[0]}: {self.old} -> {self.new}"
+        return f"{self.path}:{self.line}: {self.old} -> {self.new}"
 
     def of(self, source: bytes) -> bytes:
         """The file with the change."""
@@ -108,31 +113,41 @@ def mutants_of(path: Path) -> list[Mutant]:
     source = (ROOT / path).read_bytes()
     offsets = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
     found = []
-    for node, new in _changes(ast.parse(source)):
+    tree = ast.parse(source)
+    for node, new, statement in _changes(tree, tree.body[0]):
         last = node.end_lineno or node.lineno
+        lines = range(statement.lineno, last + 1)
         start = offsets[node.lineno - 1] + node.col_offset
         end = offsets[last - 1] + (node.end_col_offset or 0)
         old = " ".join(source[start:end].decode().split())
-        found.append(Mutant(path, range(node.lineno, last + 1), start, end, old, new))
+        found.append(Mutant(path, node.lineno, lines, start, end, old, new))
     return found
 
 
-def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
-    """The expressions and statements below a node, each with code that may take its place."""
+def _changes(
+    node: ast.AST, statement: ast.stmt
+) -> Iterator[tuple[ast.expr | ast.stmt, str, ast.stmt]]:
+    """The expressions and statements of a node, code in the place of each, and its statement.
+
+    Args:
+        node: the node.
+        statement: that which the node is a part of.
+    """
+    statement = node if isinstance(node, ast.stmt) else statement
     if isinstance(node, ast.expr) and isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
         for other in _others(node):
-            yield node, f"({ast.unparse(other)})"
+            yield node, f"({ast.unparse(other)})", statement
     elif isinstance(node, ast.Return) and node.value and ast.unparse(node.value) != "None":
-        yield node, "return None"
+        yield node, "return None", statement
     elif isinstance(node, ast.stmt) and _can_be_left_out(node):
-        yield node, "pass"
+        yield node, "pass", statement
     elif isinstance(node, ast.If):
-        yield node.test, f"(not ({ast.unparse(node.test)}))"
+        yield node.test, f"(not ({ast.unparse(node.test)}))", statement
     for name, value in ast.iter_fields(node):
         if name not in ("annotation", "returns"):
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST) and not _is_kept(child):
-                    yield from _changes(child)
+                    yield from _changes(child, statement)
 
 
 def _can_be_left_out(node: ast.stmt) -> bool:
@@ -313,7 +328,9 @@ def main(rooms: list[str], number: int | None) -> None:
                 names = [
                     each for line in mutant.lines for each in tests_of.get((mutant.path, line), ())
                 ]
-                chosen.append(tests if "" in names else [*dict.fromkeys(names)])
+                # Lines of an import, and those of a decorator, which are before their statement's.
+                is_imported = "" in names or not mutant.lines
+                chosen.append(tests if is_imported else [*dict.fromkeys(names)])
             verdicts = pool.map(is_noticed, repeat(folder), mutants, chosen)
             unnoticed = 0
             for mutant, noticed in zip(mutants, verdicts, strict=True):

@@ -63,6 +63,17 @@ def test_a_loss_that_stays_down_needs_nothing(then):
     assert "Nothing needs fixing: the loss went from 2 to" in told(FELL + then)
 
 
+def test_with_a_scaler_the_course_of_a_loss_is_not_judged():
+    assert "Nothing else was judged" in told(STOOD)
+    assert "the loss" not in told(STOOD, has_scaler=True)
+
+
+@pytest.mark.parametrize(("count", "is_told"), [(1, False), (2, True)])
+def test_a_cross_entropy_is_negative_in_two_samples_before_it_is_told(count, is_told):
+    text = told(FELL, events=Events().after({"negative": count}))
+    assert ("A cross entropy is negative" in text) == is_told
+
+
 @pytest.mark.parametrize(("classes", "is_told"), [(2, False), (10, True)])
 def test_a_guess_among_two_classes_is_left_to_gans(classes, is_told):
     chance = math.log(classes)
