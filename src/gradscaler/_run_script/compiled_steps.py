@@ -6,10 +6,8 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import redirect_stdout
 from functools import partial
 from importlib import import_module
-from io import StringIO
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +19,7 @@ from gradscaler.diagnose import inspect
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.stand_ins import in_place_of
+from gradscaler.diagnose._locate.unnoticed import unnoticed
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
 from gradscaler.diagnose._monitor.traced_scalers import number_of
 
@@ -216,7 +215,7 @@ class CompiledSteps:
         for kind in self._optimizers:
             kind.__call__ = lambda *_: done
         try:
-            with redirect_stdout(StringIO()):  # the step has printed before
+            with unnoticed():
                 return again()
         finally:
             for kind in self._optimizers:

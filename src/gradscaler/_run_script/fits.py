@@ -11,16 +11,19 @@ from functools import partial, wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from gradscaler._run_script.files import RunFiles
 from gradscaler._run_script.options import MOST_RUNS, STOPPED
 from gradscaler._run_script.termination import before_termination
 from gradscaler._run_script.undo import on_stop, replace
 from gradscaler._run_script.voice import attempt, voice
 from gradscaler._run_script.watched_run import WatchedRun
-from gradscaler.diagnose import inspect, locate
+from gradscaler.diagnose import Located, inspect, locate
 from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.frameworks import Framework, framework_named
+from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._monitor.fit_batches import FitBatches, Replay
 from gradscaler.diagnose._monitor.recorder import RecordedParameters
 from gradscaler.diagnose._monitor.step_log import MOST_NONFINITE
@@ -56,11 +59,11 @@ class Fits:
         """Watch each ``fit`` from now on."""
         keras = _keras()
         kind = keras.callbacks.CallbackList
-        initialize = kind.__init__
+        initialize, callbacks_for = kind.__init__, guarded(self._callbacks_for)
 
         @wraps(initialize)
         def initialized(own: Any, callbacks: Any = None, *args: Any, **kwargs: Any) -> None:
-            ours = self._callbacks_for(kwargs.get("model"))
+            ours = callbacks_for(kwargs.get("model")) or []
             initialize(own, [*keras.tree.flatten(callbacks or []), *ours], *args, **kwargs)
 
         replace(kind, "__init__", initialized)
@@ -133,16 +136,19 @@ class Losses:
             async_safe = not losses._may_stop
             epoch = steps = 0
 
+            @guarded
             def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
                 losses._num_epochs += 1
                 self.epoch, self.steps = epoch + 1, 0
 
+            @guarded
             def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-                loss = (logs or {}).get("loss", 0.0)
+                loss = float(np.mean((logs or {}).get("loss", 0.0)))  # of the model's own step
                 self.steps = max(self.steps, batch + 1)
                 if not math.isfinite(loss):
                     losses._see_bad((self.epoch, batch + 1, loss))
 
+            @guarded
             def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
                 losses._num_steps += self.steps
                 if losses._first is not None and not losses._weights:
@@ -198,10 +204,12 @@ class FitWatch:
         class Watching(_keras().callbacks.Callback):  # type: ignore[misc] # untyped base
             batches: FitBatches | None = None
 
+            @guarded
             def on_train_begin(self, logs: Any = None) -> None:
                 self.batches = FitBatches(self.model, watch._before)
                 self.batches.start()
 
+            @guarded
             def on_train_end(self, logs: Any = None) -> None:
                 if self.batches is not None:
                     self.batches.stop()
@@ -212,10 +220,12 @@ class FitWatch:
         self._num_steps += 1
         if not self._step - _STEPS_BEFORE <= self._num_steps <= self._step:
             return
-        with replay.in_step():
-            located = locate(model, replay.gradients)
-            if located is not None and _keras().backend.backend() == "jax":
-                replay.gradients()  # JAX has only traced them
+        try:
+            located = self._locate(model, replay)
+        except Exception as error:  # such as for a batch that only a step of the model's own takes
+            voice.note(f"step {self._step:,} is not watched: {error}")
+            self._step = 0
+            return
         if located is not None:
             self._step = 0
             loss, found = number_of(replay.loss), inspect(replay.found)
@@ -234,6 +244,13 @@ class FitWatch:
             is_own = not type(model).train_step.__module__.startswith("keras.")
             of = " of compute_loss() (a train_step of the model's own is not run)" if is_own else ""
             voice.note(f"step watched: no operation{of} made an Inf or NaN")
+
+    def _locate(self, model: Any, replay: Replay) -> Located | None:
+        with replay.in_step():
+            located = locate(model, replay.gradients)
+            if located is not None and _keras().backend.backend() == "jax":
+                replay.gradients()  # JAX has only traced them
+            return located
 
 
 def _named(found: tuple[int, int, float]) -> str:

@@ -19,6 +19,7 @@ from gradscaler.diagnose import Located
 from gradscaler.diagnose._graph.call_site import is_of_user
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._locate.leaf_names import names_in_states, parameters_of
+from gradscaler.diagnose._locate.unnoticed import unnoticed
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
 from gradscaler.diagnose._monitor.replay import located_in
 
@@ -67,14 +68,15 @@ class FunctionLoops:
 
     def _in_place_of(self, transform: Function, name: str) -> Function:
         """A transformation whose functions are watched if they are the user's."""
+        watch = guarded(_watched)
 
         def transformed(*args: Any, **kwargs: Any) -> Any:
             function = transform(*args, **kwargs)
             of = args[0] if args else kwargs.get("fun") or kwargs.get("f")  # "f" is NNX's
             if not callable(of):  # it has options alone, and is called with the function next
                 return self._in_place_of(function, name) if callable(function) else function
-            is_own = is_of_user(of)
-            return _Watched(function, of, name != "jit") if is_own else function
+            watched = watch(function, of, name != "jit")
+            return function if watched is None else watched
 
         return update_wrapper(transformed, transform)
 
@@ -87,7 +89,7 @@ class FunctionLoops:
                 each.takes_gradient = True
         if self._taken is not None:
             return self._call_again(watched, args, kwargs, self._taken)
-        is_outer = not self._calling and not self._is_traced((args, kwargs))
+        is_outer = not self._calling and self._is_given_values((args, kwargs))
         copies = self._before(watched, args, kwargs) if is_outer else None
         self._calling.append(watched)
         try:
@@ -112,9 +114,11 @@ class FunctionLoops:
             taken.append(results)
         return results
 
-    def _is_traced(self, values: Any) -> bool:
-        leaves = self._jax.tree_util.tree_leaves(values)
-        return any(isinstance(each, self._jax.core.Tracer) for each in leaves)
+    @guarded
+    def _is_given_values(self, arguments: Any) -> bool:
+        """Whether a call is run, and not traced."""
+        leaves = self._jax.tree_util.tree_leaves(arguments)
+        return not any(isinstance(each, self._jax.core.Tracer) for each in leaves)
 
     @guarded
     def _before(self, watched: _Watched, args: Any, kwargs: Any) -> Any:
@@ -150,7 +154,7 @@ class FunctionLoops:
         all_bad = [pair for pair, is_ok in zip(leaves, finite, strict=True) if not is_ok]
         nonfinite = [leaf for _, leaf in all_bad]
         bad = [(path, leaf) for path, leaf in all_bad if leaf.ndim or not has_arrays]
-        again = update_wrapper(partial(watched.of, **kwargs), watched.users, updated=())
+        again = _unnoticed(partial(watched.of, **kwargs), watched.users)
         run = self._runs.open[watched.key]
         is_left_out = bool(is_same) and self._is_left_out(watched, run, again, args)
         watched.has_moved |= bool(pairs) and not is_same
@@ -253,6 +257,10 @@ class FunctionLoops:
         return {in_states.get(id(leaf)) or name(path): leaf for path, leaf in leaves}
 
 
+def _watched(function: Function, of: Function, takes_gradient: bool) -> _Watched | None:
+    return _Watched(function, of, takes_gradient) if is_of_user(of) else None
+
+
 class _Watched:
     """A function of JAX's that passes each call on to another, and each attribute.
 
@@ -299,8 +307,29 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.function, name)
 
+    def __copy__(self) -> _Watched:
+        return self
+
+    def __deepcopy__(self, _: object) -> _Watched:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As the function is pickled, by its name if it is Python's."""
+        is_python_s = inspect.isfunction(self.function)
+        return self.function.__qualname__ if is_python_s else self.function.__reduce_ex__(protocol)
+
     def __repr__(self) -> str:
         return repr(self.function)
+
+
+def _unnoticed(step: Function, users: Function) -> Function:
+    """A step that is run again, whose Python code JAX runs to trace it."""
+
+    def again(*args: Any) -> Any:
+        with unnoticed():
+            return step(*args)
+
+    return update_wrapper(again, users, updated=())
 
 
 def _is_floating(leaf: Any) -> bool:

@@ -6,10 +6,8 @@ import argparse
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import redirect_stdout
 from functools import partial
 from importlib import import_module
-from io import StringIO
 from typing import Any, NamedTuple
 
 from gradscaler._run_script.compiled_steps import CompiledSteps
@@ -21,6 +19,7 @@ from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.stand_ins import in_place_of
 from gradscaler.diagnose._locate.locate import is_locating
+from gradscaler.diagnose._locate.unnoticed import unnoticed
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
 
 _SCALED = (
@@ -129,7 +128,7 @@ class GradientLoops:
 
         def take() -> Any:  # which MindSpore would compile if it were made in graph mode
             of = forward.function, None, weights, forward.has_aux
-            with redirect_stdout(StringIO()):  # the step has printed before
+            with unnoticed():
                 return self._mindspore.value_and_grad(*of)(*forward.args, **forward.kwargs)
 
         return model, take

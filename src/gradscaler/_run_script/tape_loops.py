@@ -6,12 +6,12 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from importlib import import_module
 from inspect import unwrap
-from io import StringIO
+from itertools import chain
 from traceback import walk_stack
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -30,6 +30,7 @@ from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.stand_ins import in_place_of
 from gradscaler.diagnose._locate.locate import locate_in
+from gradscaler.diagnose._locate.unnoticed import unnoticed
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
 from gradscaler.diagnose._monitor.traced_scalers import number_of, state_of
 from gradscaler.diagnose._record.located import BadGradient
@@ -44,7 +45,10 @@ Model = Any
 Function = Any  # what tf.function returns
 
 _STEPS = "apply", "apply_gradients"  # the methods of optimizers
-_READS_DATA = "it reads from an iterator or a dataset, which another run would move on"
+_IS_NOTICED = (
+    "it calls Python, or reads from an iterator or a dataset, and another run would do so again"
+)
+_OF_PYTHON = "PyFunc", "EagerPyFunc"  # operations, of tf.py_function and tf.numpy_function
 
 
 class TapeLoops:
@@ -266,7 +270,7 @@ class TapeLoops:
         try:
             if loop.scale is not None:
                 loop.scale.assign(1.0)
-            with self._looking(), redirect_stdout(StringIO()):
+            with self._looking(), unnoticed():
                 return call.function(*call.args, **call.kwargs)
         finally:
             for variable, value in before:
@@ -276,7 +280,7 @@ class TapeLoops:
         """Locate the first Inf or NaN of a call that comes next."""
         variables = call.variables
         if variables is None:
-            raise RuntimeError(_READS_DATA)
+            raise RuntimeError(_IS_NOTICED)
         closure = partial(self._call_again, loop, call, variables)
         if loop.model is not None:
             return locate(loop.model, closure)
@@ -351,12 +355,19 @@ class _Call(NamedTuple):
 
     @property
     def variables(self) -> list[Variable] | None:
-        """All variables that the call reads or writes; None if it reads from an iterator."""
+        """All variables that the call reads or writes; None if another call would be noticed.
+
+        It would be by an iterator that it reads from, and by functions of Python that it calls.
+        """
         data = _tensorflow().data
         leaves = _tensorflow().nest.flatten((self.args, self.kwargs))
         if any(isinstance(each, (data.Iterator, data.Dataset)) for each in leaves):
             return None
         traced = self.function.get_concrete_function(*self.args, **self.kwargs)
+        graph = traced.graph.as_graph_def()
+        nodes = chain(graph.node, *(each.node_def for each in graph.library.function))
+        if any(node.op in _OF_PYTHON for node in nodes):
+            return None
         variables = list(traced.graph.variables)
         known = {id(each.handle) for each in variables}
         kinds = "resource", "variant"

@@ -15,7 +15,7 @@ from gradscaler._run_script.step_watch import Search, StepWatch
 from gradscaler._run_script.voice import conclude_without_step, is_quiet_rank, shown, voice
 from gradscaler.diagnose import Finding, Located, Monitor, Verdict, read_run, report
 from gradscaler.diagnose._findings.frameworks import Framework
-from gradscaler.diagnose._graph.guard import guard
+from gradscaler.diagnose._graph.guard import guard, guarded
 from gradscaler.diagnose._monitor.models import one_model
 
 # Kinds of findings after which no scale brings a training back, for a run with a scaler.
@@ -54,22 +54,27 @@ class WatchedRun:
         guard.add(self)
         self._advice: set[str] = set()  # that was printed on the way
         model = one_model(model)
-        given = scaler, model, options.every
+        given, tell = (scaler, model, options.every), guarded(self._tell)
         self._path: Path | str  # or why there is none
         try:
             self._path = files.next()
-            self._monitor = Monitor(*given, self._path, tell=self._tell)
+            self._monitor = Monitor(*given, self._path, tell=tell)
         except OSError as error:  # the folder, or the disk is full
             why = f"{shown(options.folder)} cannot be written to ({error.strerror or error})"
             self._path = f"none, as {why}; name another folder with {options.elsewhere}"
-            self._monitor = Monitor(*given, tell=self._tell)
+            self._monitor = Monitor(*given, tell=tell)
         options.latest = self
         self._watch: StepWatch | None = None
         self._first_watched = framework.first_watched
         self._proposes_watch = framework.has_watch and options.watch is None
-        if options.watch is not None and framework.has_watch and search is not None:
+        if options.watch is None or not framework.has_watch or search is None:
+            return
+        try:
             is_begun = options.watch == framework.first_watched == 1
             self._watch = StepWatch(options.watch, self._monitor, search, is_begun=is_begun)
+        except BaseException:  # nobody would close it
+            self._close()
+            raise
 
     @property
     def verdict(self) -> Verdict | None:

@@ -35,7 +35,8 @@ def locate_jax(fn: Callable[..., object], *args: object) -> Located | None:
     checked one by one. Other primitives that hold a computation, such as ``shard_map`` and Pallas
     kernels, are checked as a whole. The function is traced as under ``jit``, so its control flow
     must not depend on values. Results are rounded after each primitive, even where XLA would fuse
-    several.
+    several. Functions of Python that ``jax.debug.callback`` or ``io_callback`` would call are not
+    called.
 
     Args:
         fn: the function. What it writes into its arguments in place, as NNX's do, is a result.
@@ -50,7 +51,8 @@ def locate_jax(fn: Callable[..., object], *args: object) -> Located | None:
         other kinds are ``"forward"``.
 
     Raises:
-        Any error that ``jax.make_jaxpr`` or the function raises.
+        ValueError: a result of ``io_callback`` is used.
+        Exception: any error that ``jax.make_jaxpr`` or the function raises.
 
     Example::
 

@@ -16,11 +16,13 @@ from time import gmtime, strftime
 from typing import Any, get_args
 from weakref import WeakSet
 
+import numpy as np
+
 from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import min_scale_of
 from gradscaler.diagnose._findings.frameworks import framework_named
 from gradscaler.diagnose._gradients.reading import Tensor
-from gradscaler.diagnose._graph.guard import guard
+from gradscaler.diagnose._graph.guard import guard, guarded
 from gradscaler.diagnose._monitor.fit_batches import FitBatches
 from gradscaler.diagnose._monitor.loop_observer import LoopObserver
 from gradscaler.diagnose._monitor.models import one_model
@@ -373,11 +375,13 @@ class Monitor:
             mean = 0.0  # of the losses of the epoch so far
             batches: FitBatches | None = None
 
+            @guarded
             def on_train_begin(self, logs: object = None) -> None:
                 if monitor._framework == "keras":
                     self.batches = FitBatches(self.model)
                     self.batches.start()
 
+            @guarded
             def on_train_end(self, logs: object = None) -> None:
                 if self.batches is not None:
                     self.batches.stop()
@@ -386,12 +390,18 @@ class Monitor:
                 self.mean = 0.0
 
             def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+                if (step := self._look(logs)) is not None:
+                    loss, replay = step
+                    monitor.record(loss=loss, replay=replay)
+
+            @guarded
+            def _look(self, logs: Any) -> tuple[float | None, Replay | None]:
                 _ = self.model  # on JAX, reading it updates the optimizer's variables
-                before, self.mean = self.mean, float((logs or {}).get("loss", 0.0))
+                before, self.mean = self.mean, float(np.mean((logs or {}).get("loss", 0.0)))
                 is_bad = math.isfinite(before) and not math.isfinite(self.mean)
                 seen = self.batches
                 replay = None if seen is None or seen.latest is None else seen.replay
-                monitor.record(loss=self.mean if is_bad else None, replay=replay)
+                return (self.mean if is_bad else None), replay
 
         return Recording()
 

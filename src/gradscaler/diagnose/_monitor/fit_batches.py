@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 from gradscaler.diagnose._graph.guard import guarded
+from gradscaler.diagnose._locate.unnoticed import unnoticed
 
 Model = Any
 Batch = Any
@@ -85,14 +86,15 @@ class Replay:
 
     def __init__(self, model: Model, batch: Batch, state: Sequence[Any] | None = None) -> None:
         self._model, self._state = model, state
-        self._data = _keras().utils.unpack_x_y_sample_weight(batch)
+        self._batch = batch
         self.loss: Any = None
         self.found: dict[str, Any] = {}
 
     def gradients(self) -> object:
         """The loss and its gradients."""
         trained = self._model.trainable_variables
-        self.loss, gradients = getattr(self, f"_on_{_backend()}")(trained)
+        with unnoticed():
+            self.loss, gradients = getattr(self, f"_on_{_backend()}")(trained)
         names = (variable.path for variable in trained)
         found = zip(names, gradients, strict=True)
         self.found = {name: each for name, each in found if each is not None}
@@ -122,7 +124,7 @@ class Replay:
             yield from zip(variables, values, strict=True)
 
     def _loss(self) -> Any:
-        x, y, sample_weight = self._data
+        x, y, sample_weight = _keras().utils.unpack_x_y_sample_weight(self._batch)
         is_asked = "training" in signature(self._model.call).parameters
         outputs = self._model(x, training=True) if is_asked else self._model(x)
         return self._model.compute_loss(x, y, outputs, sample_weight, training=True)

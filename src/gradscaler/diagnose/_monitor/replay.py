@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from gradscaler.diagnose._graph.guard import passing
 from gradscaler.diagnose._locate.jaxpr import locate_jax
 from gradscaler.diagnose._locate.locate import locate
 from gradscaler.diagnose._monitor.step_log import StepLog
@@ -105,9 +103,7 @@ class Replays:
             found = located_in(*replay())
         except Exception as error:
             self._num_left = dict.fromkeys(self._num_left, 0)
-            what = f"replay is called no more, and the training continues: {error!r}"
-            with passing():
-                warnings.warn(RuntimeWarning(what), stacklevel=2)
+            self._log.warn_of_replay(error)
             return
         if found is not None:
             self.located, self._num_left[has_failed] = found, _MOST_IN_VAIN

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from gradscaler.diagnose._findings.evidence import Evidence
-from gradscaler.diagnose._graph.guard import passing
+from gradscaler.diagnose._graph.guard import guard, passing
 from gradscaler.diagnose._monitor.warning_filter import WarningFilter
 from gradscaler.diagnose._record.events import Counted, Event, texts_of
 from gradscaler.diagnose._record.finding import Finding, Verdict
@@ -381,6 +381,15 @@ class StepLog:
             self._write(Watched(self.counts.step, parameter=parameter, state=state))
         selected = self._filter.select(findings, self.counts.step, self.counts.sampled, is_last)
         return selected if self._on_stuck != "continue" else []
+
+    def warn_of_replay(self, error: Exception) -> None:
+        """Warn that a replay has raised; only say it if findings are no warnings either."""
+        if self._tell_user is _warn:
+            what = f"replay is called no more, and the training continues: {error!r}"
+            with passing():
+                warnings.warn(RuntimeWarning(what), stacklevel=levels_to_caller())
+        else:
+            guard.say(f"a failing step could not be run again, and the training goes on: {error!r}")
 
     def check_stuck(self) -> None:
         """Give the verdict if ``stuck_after`` steps in a row were skipped, once in that streak.

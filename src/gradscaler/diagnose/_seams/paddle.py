@@ -9,6 +9,7 @@ from typing import Any
 
 from gradscaler.diagnose._gradients.reading import Tensor
 from gradscaler.diagnose._graph.call_site import called
+from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.hooks import weakly
 from gradscaler.diagnose._seams.calls import Calls, Place, imported
 from gradscaler.diagnose._seams.eager import EagerSeam, Node
@@ -74,6 +75,7 @@ class PaddleSeam(EagerSeam):
         self._handles.append(node._register_post_hook(see_and_return))
         return True
 
+    @guarded
     def _after(self, address: int, slots: Sequence[Any], gradients: Sequence[Any]) -> None:
         """See what a node made of gradients. It may overwrite one that nobody else needs."""
         made, given = _flat(slots), _flat(gradients)

@@ -11,6 +11,7 @@ from typing import Any
 
 from gradscaler.diagnose._gradients.reading import Tensor
 from gradscaler.diagnose._graph.call_site import differentiated
+from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.hooks import weakly
 from gradscaler.diagnose._seams.calls import Calls, Place, imported
 from gradscaler.diagnose._seams.eager import EagerSeam, Node
@@ -78,12 +79,20 @@ class TensorPlaySeam(EagerSeam):
         waiting: list[list[Tensor | None]] = []  # the gradients that the node is given
         see = partial(weakly(self.see_gradients), address)
 
-        def keep(given: list[Tensor]) -> list[Tensor]:
+        @guarded
+        def note_given(given: list[Tensor]) -> None:
             waiting.append(_defined(given))
+
+        @guarded
+        def note_made(made: list[Tensor]) -> None:
+            see(waiting.pop(), _defined(made))
+
+        def keep(given: list[Tensor]) -> list[Tensor]:
+            note_given(given)
             return given
 
         def see_and_return(_: list[Tensor], made: list[Tensor]) -> list[Tensor]:
-            see(waiting.pop(), _defined(made))
+            note_made(made)
             return made
 
         node.add_pre_hook(keep)
