@@ -13,6 +13,7 @@ import pytest
 import gradscaler
 from gradscaler._run_script import voice
 from gradscaler.diagnose import read_run
+from gradscaler.keras import LossScaleOptimizer
 
 # Fit makes the same calls on each backend; tests/diagnose/monitor/test_frameworks.py has them all.
 pytestmark = pytest.mark.one_backend
@@ -120,3 +121,53 @@ def test_a_quiet_watch_says_the_bad_batch_and_what_to_do_at_the_end_alone(tmp_pa
     said = " ".join(voice._STDERR.getvalue().split())
     assert said.count("The loss is nan at batch 1 of epoch 1, the first that is not finite") == 1
     assert "clip gradients (clipnorm). source: gradscaler.watch(step=2) names what made it" in said
+
+
+class OwnStep(keras.Model):
+    """Takes batches of four parts, and gives a loss for each row."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        tensorflow = sys.modules["tensorflow"]
+        x, factor, shift, target = data
+        with tensorflow.GradientTape() as tape:
+            losses = (self(x) * factor + shift - target) ** 2
+            scaled = self.optimizer.scale_loss(tensorflow.reduce_mean(losses))
+        gradients = tape.gradient(scaled, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": losses}
+
+
+class NoHash(keras.optimizers.SGD):
+    """Compares by value, so Python gives it no hash."""
+
+    __hash__ = None
+
+    def __eq__(self, other):
+        return self is other
+
+
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="the step is TensorFlow's")
+@pytest.mark.parametrize("step", [None, 3])
+@pytest.mark.parametrize("kind", [LossScaleOptimizer, NoHash])
+def test_a_step_of_the_model_s_own_may_take_and_give_anything(kind, step, tmp_path):
+    def trained():
+        keras.utils.set_random_seed(0)
+        model = OwnStep()
+        optimizer = NoHash(0.01) if kind is NoHash else kind(keras.optimizers.SGD(0.01))
+        model.compile(optimizer)
+        x = np.ones((12, 4), np.float32)
+        x[9] = np.inf
+        data = [[each, x[:3, :1], x[:3, :1], x[:3, :1]] for each in np.split(x, 4)]
+        model.fit((tuple(each) for each in data), verbose=0)
+        return [each.tobytes() for each in model.get_weights()]
+
+    native = trained()
+    with gradscaler.watch(tmp_path, step=step):
+        assert trained() == native

@@ -70,7 +70,7 @@ class Event(Enum):
     ASTRAY = "astray", "observer", "calls"
     RAISED = "raised", "observer", "__init__"  # step() or unscale_() raised an error
     STEPLESS = "stepless", "observer", "optimizers"  # parameters moved between two scaled losses
-    DISABLED = "disabled", "loop_observer", "calls"  # the scaler is, and a forward pass was in float16
+    DISABLED = "disabled", "loop_observer", "calls"  # the scaler is; a forward pass was in float16
 
 
 _BY_TEXT = {event.text: event for event in Event}

@@ -1,0 +1,69 @@
+"""What a watch of TensorFlow leaves alone: output and random numbers, as it runs a step again."""
+
+import random
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import gradscaler
+from tests.support.injected import wrong_after_errors
+from tests.support.keras_like import BACKEND, keras
+
+pytestmark = pytest.mark.skipif(BACKEND != "tensorflow", reason="it watches loops of TensorFlow")
+
+
+def trained(note=lambda loss: None):
+    """The bits of a compiled training whose fourth batch is bad; ``note`` is called in a step."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.build((None, 4))
+    optimizer = keras.optimizers.SGD(0.01)
+
+    @tf.function
+    def gradients_of(x):
+        with tf.GradientTape() as tape:
+            loss = tf.sqrt(tf.reduce_sum(model(x) ** 2))
+        note(loss)
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    losses = []
+    for step in range(5):
+        x = np.full((3, 4), np.inf if step == 3 else step + 1, np.float32)
+        loss, gradients = gradients_of(tf.constant(x))
+        finite = [tf.where(tf.math.is_finite(each), each, 0.0) for each in gradients]
+        optimizer.apply_gradients(zip(finite, model.trainable_variables, strict=True))
+        losses.append(loss)
+    return [np.asarray(each).tobytes() for each in (*losses, *model.get_weights())]
+
+
+@pytest.mark.rare("the guard is the same one, which PyTorch's test of each function tries")
+def test_an_error_wherever_we_are_called_changes_no_bit(tmp_path):
+    assert wrong_after_errors(trained, tmp_path) == {}
+
+
+@pytest.mark.parametrize("calls_python", [False, True])
+def test_a_step_that_is_run_again_prints_nothing_and_uses_up_no_random_number(
+    calls_python, tmp_path, capfd
+):
+    called = []
+
+    def note(loss):
+        print("Python runs")
+        random.random()
+        np.random.rand()  # noqa: NPY002 # the state that all share
+        tf.print("the loss is", loss)
+        if calls_python:  # so nothing is run again
+            tf.py_function(lambda value: called.append(float(value)), [loss], [])
+
+    def run():
+        called.clear()
+        bits = trained(note)
+        numbers = random.random(), np.random.rand()  # noqa: NPY002
+        out, err = capfd.readouterr()
+        return bits, str(called), numbers, out, err.count("the loss is")
+
+    native = run()
+    with gradscaler.watch(tmp_path) as watch:
+        assert run() == native
+    assert watch.verdict.kind != "normal"
