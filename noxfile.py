@@ -605,10 +605,13 @@ def evidence(session: nox.Session) -> None:
     run(session, "torch", "-m", "benchmarks.evidence", *session.posargs)
 
 
-@task("reports", "torch")
+@task("reports", *ENVIRONMENTS)
 def reports(session: nox.Session) -> None:
     """Run the trainings of docs/reports.md, and write what is said of each. A test compares it."""
-    run(session, "torch", "docs/reports.py", env={"OMP_NUM_THREADS": "1"})
+    variables = {"OMP_NUM_THREADS": "1", "KERAS_BACKEND": "tensorflow", "GLOG_v": "0"}
+    for framework in ("torch", "paddle", "keras", "jax", "mindspore"):
+        environment = ENVIRONMENT_OF[framework]
+        run(session, environment, "docs/reports.py", framework, env=variables)
 
 
 @task("notebooks", "torch")

@@ -2,7 +2,8 @@
 
 make reports
 
-A new report needs its training, and an empty text block below it.
+A new report needs its training, and an empty text block below it. ``reports.py FRAMEWORK`` runs
+those of one framework, which a line above the training names if it is not PyTorch.
 """
 
 from __future__ import annotations
@@ -14,29 +15,39 @@ import shutil
 import sys
 import tempfile
 import textwrap
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-import torch
-import torch._dynamo  # an optimizer imports it, which takes seconds
-
-import gradscaler._run_script.session  # noqa: F401 # or each child would import it
 from gradscaler.__main__ import main as gradscaler_command
 
 PAGE = Path(__file__).with_name("reports.md")
 SCRIPT = "train.py"
 PARTS = re.compile(
-    r"^```python\n(?P<code>.*?)^```\n\n```text\n(?P<said>.*?)^```\n"
+    r"^(?:<!-- framework: (?P<framework>\w+) -->\n)?^```python\n(?P<code>.*?)^```\n"
+    r"\n```text\n(?P<said>.*?)^```\n"
     r"(?:(?:(?!```|##)[^\n]*\n)*```diff\n(?P<change>.*?)^```\n)?",
     re.MULTILINE | re.DOTALL,
 )
 HUNK = re.compile(r"((?:^-.*\n)*)((?:^\+.*\n)*)", re.MULTILINE)
 ERROR = re.compile(r"^[\w.]+Error: .*\n", re.MULTILINE)
-VERDICT = re.compile(
-    r"^gradscaler: after .*?(?=^  file:)|^gradscaler: no .*? verdict$\n",
-    re.MULTILINE | re.DOTALL,
+# A verdict, up to the name of its file. Keras' fit may have no verdict, and says all on the way.
+SAID = r"^gradscaler: %s.*\n(?:  (?!file:|report:|source:).*\n)*"
+VERDICT = re.compile(SAID % "(?:after |no .* verdict)", re.MULTILINE)
+OF_FIT = re.compile(
+    SAID % "(?!step watched: (?:forward|backward))", re.MULTILINE
 )
+PROPOSED = re.compile(r"^  source: .*--watch (\d+).*\n", re.MULTILINE)
+# What each child would import, which takes seconds.
+IMPORTED = {
+    "torch": ["torch", "torch._dynamo", "gradscaler._run_script.session"],
+    "keras": ["keras", "tensorflow", "gradscaler._run_script.fits"],
+    "jax": ["jax", "optax", "gradscaler._run_script.function_loops"],
+    "paddle": ["paddle", "gradscaler._run_script.backward_loops"],
+    "mindspore": ["mindspore", "gradscaler._run_script.gradient_loops"],
+}
 
 
 class Report(NamedTuple):
@@ -44,12 +55,14 @@ class Report(NamedTuple):
 
     Attributes:
         title: its heading.
+        framework: what it trains with.
         code: its training.
         said: what the page shows below the training.
         change: the lines that its repair removes and adds.
     """
 
     title: str
+    framework: str
     code: str
     said: str
     change: str
@@ -75,6 +88,7 @@ def reports() -> list[Report]:
     return [
         Report(
             re.findall(r"^### (.+)$", page[: match.start()], re.M)[-1],
+            match["framework"] or "torch",
             match["code"],
             match["said"],
             match["change"] or "",
@@ -83,14 +97,34 @@ def reports() -> list[Report]:
     ]
 
 
-def said_of(code: str) -> str:
-    """The error and the verdict of a training under ``gradscaler run``."""
+def said_of(code: str, framework: str) -> str:
+    """The error and the verdict of a training under ``gradscaler run``.
+
+    Outside of PyTorch it may propose a second command, whose verdict follows.
+    """
+    for name in IMPORTED[framework]:
+        import_module(name)
+    said, printed = _said_by([], code, framework)
+    every = PROPOSED.finditer(printed)  # one for each optimizer
+    proposed = min(every, key=lambda found: int(found[1]), default=None)
+    if framework == "torch" or proposed is None:
+        return said
+    options = ["--watch", proposed[1]]
+    again, _ = _said_by(options, code, framework)
+    command = f"python -m gradscaler run {' '.join(options)} {SCRIPT}"
+    return f"{said}{proposed[0]}\n$ {command}\n{again}"
+
+
+def _said_by(
+    options: Sequence[str], code: str, framework: str
+) -> tuple[str, str]:
+    """What the page shows of a command, and all that it printed on stderr."""
     # The child would remove a TemporaryDirectory at its exit.
     folder = tempfile.mkdtemp()
     Path(folder, SCRIPT).write_text(code)
-    process = os.fork()  # a fresh one would import PyTorch each time
+    process = os.fork()  # a fresh one would import the framework each time
     if not process:
-        _train(folder)
+        _train(folder, options, framework)
     os.waitpid(process, 0)
     printed = Path(folder, "stderr").read_text()
     shutil.rmtree(folder)
@@ -98,15 +132,17 @@ def said_of(code: str) -> str:
         textwrap.fill(error, 100, subsequent_indent="  ") + "\n"
         for error in ERROR.findall(printed)
     ]
-    return "".join(errors[-1:] + VERDICT.findall(printed))
+    verdict = OF_FIT if framework == "keras" else VERDICT
+    return "".join(errors[-1:] + verdict.findall(printed)), printed
 
 
-def _train(folder: str) -> None:
+def _train(folder: str, options: Sequence[str], framework: str) -> None:
     """Run the training in a folder, and end this process."""
     try:
         os.chdir(folder)
         with (
             Path("stderr").open("w") as sys.stderr,
+            Path("stdout").open("w") as sys.stdout,
             mock.patch("gradscaler._run_script.voice._STDERR", sys.stderr),
             # So that a slow machine does not leave out what takes time.
             mock.patch(
@@ -115,29 +151,32 @@ def _train(folder: str) -> None:
             # So that the verdict is whole, and does not refer to what was said on the way.
             mock.patch("gradscaler._run_script.watched_run.WatchedRun._tell"),
         ):
-            _run()
+            _run(options, framework)
     finally:
         os._exit(0)
 
 
-def _run() -> None:
-    torch.set_num_threads(1)
+def _run(options: Sequence[str], framework: str) -> None:
+    if framework == "torch":
+        sys.modules["torch"].set_num_threads(1)
     try:
-        gradscaler_command(["run", SCRIPT])
+        gradscaler_command(["run", *options, SCRIPT])
     except Exception:
         sys.excepthook(*sys.exc_info())
     atexit._run_exitfuncs()
 
 
-def main() -> None:
-    """Write the page with what is said of each training today."""
+def main(framework: str = "torch") -> None:
+    """Write the page with what is said of each training of a framework today."""
+    own = [each for each in reports() if each.framework == framework]
+    today = [said_of(each.code, framework) for each in own]
     page = PAGE.read_text(encoding="utf-8")
-    for report in reports():
+    for report, said in zip(own, today, strict=True):
         before = f"{report.code}```\n\n```text\n{report.said}```\n"
-        after = f"{report.code}```\n\n```text\n{said_of(report.code)}```\n"
+        after = f"{report.code}```\n\n```text\n{said}```\n"
         page = page.replace(before, after)
     PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -68,7 +68,7 @@ def test_the_batch_of_a_nan_is_named_with_the_weights_and_no_operation(printed):
     ends = [each for each in said if each.startswith("after 2 epochs of fit: ")]
     healthy, plain, scaled = [end.partition(": ")[2] for end in ends]
     nan = "The loss is nan at batch 3 of epoch 1, the first that is not finite; "
-    assert healthy == "the losses are finite."
+    assert re.fullmatch(r"the losses are finite, and went from \S+ to \S+\.", healthy)
     assert re.fullmatch(rf"{nan}\S*kernel was not finite at the end of the epoch\.", plain)
     assert scaled.startswith(f"{nan}all weights were finite at the end of the epoch.")
     assert [each for each in said if "steps were skipped" in each and "with a loss of nan" in each]
@@ -172,3 +172,13 @@ def test_a_step_of_the_model_s_own_may_take_and_give_anything(kind, step, tmp_pa
     native = trained()
     with gradscaler.watch(tmp_path, step=step):
         assert trained() == native
+
+
+def test_a_loss_that_grows_and_stays_finite_is_told(monkeypatch, tmp_path):
+    told = io.StringIO()
+    monkeypatch.setattr(voice, "_STDERR", told)
+    with gradscaler.watch(tmp_path):
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.9), "mse")
+        model.fit(np.full((64, 2), 2.0), np.ones((64, 1)), 16, 2, verbose=0)
+    assert "should have fallen, lower the learning rate" in " ".join(told.getvalue().split())

@@ -152,9 +152,11 @@ class BackwardLoops:
 
     def _name_of(self, optimizer: Optimizer) -> str:
         """The module of an optimizer's first parameter, if there are several optimizers."""
+        firsts = [next(_parameters_of(each), None) for each in self._known]
+        if sum(first is not None for first in firsts) < 2:
+            return ""
         first = next(_parameters_of(optimizer), None)
-        name = "" if len(self._known) < 2 else self._names.get(id(first), "")
-        return name.rpartition(".")[0]
+        return self._names.get(id(first), "").rpartition(".")[0]
 
     def _begin(self, key: int, scaler: Any) -> None:
         """Begin a run of the optimizers that were made since the latest one, which ends."""

@@ -29,6 +29,7 @@ from gradscaler.diagnose._monitor.recorder import RecordedParameters
 from gradscaler.diagnose._monitor.step_log import MOST_NONFINITE
 from gradscaler.diagnose._monitor.traced_scalers import number_of
 from gradscaler.diagnose._record.lines import BadStep
+from gradscaler.diagnose._record.thresholds import ROSE
 
 _CURES = (
     "Look at the batch, at logarithms, roots and divisions by 0 in the loss, lower the learning "
@@ -127,6 +128,8 @@ class Losses:
         self._first: tuple[int, int, float] | None = None  # epoch, batch and loss, not finite
         self._weights = ""  # a clause about them after that
         self._advice = [""]  # that was not said on the way, and lines
+        self._begun: tuple[int, float] | None = None  # the first batch of epoch 1, and its loss
+        self._latest: float | None = None  # the mean loss of the latest epoch
 
     def callback(self) -> Any:
         """A callback that looks at the loss after each batch, which is on the host then."""
@@ -145,12 +148,16 @@ class Losses:
             def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
                 loss = float(np.mean((logs or {}).get("loss", 0.0)))  # of the model's own step
                 self.steps = max(self.steps, batch + 1)
+                if self.epoch == 1:
+                    losses._begun = min(losses._begun or (batch, loss), (batch, loss))
                 if not math.isfinite(loss):
                     losses._see_bad((self.epoch, batch + 1, loss))
 
             @guarded
             def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
                 losses._num_steps += self.steps
+                if logs and "loss" in logs:
+                    losses._latest = float(np.mean(logs["loss"]))
                 if losses._first is not None and not losses._weights:
                     attempt(partial(losses._look_at, self.model))
 
@@ -180,7 +187,18 @@ class Losses:
             advice, *lines = self._advice
             voice.conclude(f"{after}: {first}.{advice}", *lines)
         elif self._num_epochs and not self._is_scaled:
-            voice.conclude(f"{after}: the losses are finite.")
+            voice.conclude(f"{after}: the losses are finite{self._went}.")
+
+    @property
+    def _went(self) -> str:
+        """A clause on how the losses went, which Keras may not have told."""
+        if self._begun is None or self._latest is None:
+            return ""
+        first, last = self._begun[1], self._latest
+        went = f", and went from {first:g} to {last:g}"
+        if last > ROSE * abs(first):
+            return f"{went}. If they should have fallen, lower the learning rate, and scale inputs"
+        return went
 
 
 class FitWatch:
