@@ -121,9 +121,12 @@ def _normal(evidence: Evidence) -> Finding:
         return Finding("normal", f"{text}.", action, steps=at_lowest[-2:])
     if evidence.skipped and (finding := _uncured(text, evidence)):
         return finding
+    action = _nothing(evidence)
     if evidence.skipped:
-        text += " while the loss scale settled, and a lower scale cured each overflow"
-    return Finding("normal", f"{text}.", _nothing(evidence))
+        text += " while the loss scale settled"
+        is_judged = not action.startswith("Nothing else was judged")  # what is said of losses
+        text += ", and a lower scale cured each overflow" * is_judged
+    return Finding("normal", f"{text}.", action)
 
 
 def _few_failures(text: str, evidence: Evidence) -> Finding | None:

@@ -117,10 +117,9 @@ def unzeroed(evidence: Evidence) -> Finding | None:
     return Finding(
         "misuse",
         f"In {count} of {steps} steps, the backward pass added {added}{whose} that the step before "
-        f"had used, so each step uses {so}, and an Inf or a NaN stays.",
+        f"had used, so each step uses {so}, and an Inf or NaN stays.",
         f"Call optimizer.zero_grad() after each step{f' (for {where})' if where else ''}"
-        f"{evidence.at('step')}; with micro-batches, call {step} once, after the last one's "
-        "backward pass.",
+        f"{evidence.at('step')}; with micro-batches, call {step} once, after the last one.",
         where,
         line=evidence.line_of("step"),
         count=count,
