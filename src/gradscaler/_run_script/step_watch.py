@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from gradscaler._run_script.batches import prepared_by
 from gradscaler._run_script.voice import voice
 from gradscaler.diagnose import Located, Monitor
 from gradscaler.diagnose._graph.guard import guard
+from gradscaler.diagnose._record.located import Given
 
 
 class Search(Protocol):
@@ -81,11 +83,13 @@ class StepWatch:
     ) -> None:
         """Stop watching, and say what was seen, which may be no more than the -Inf of a mask."""
         if self._is_on:
-            self._is_on, self._step = False, 0
+            step, self._is_on, self._step = self._step, False, 0
             self._search.stop()
             # Where the latest Inf or NaN was made, if known, which may have reached no result.
             located, made = self._search.located, getattr(self._search, "latest", None)
             seen = located or (nothing if made is None else f"{latest}{made}")
+            if isinstance(located, Given) and (source := prepared_by(step)):
+                seen = f"{seen}. It was {source}"
             voice.note(f"step watched: {seen}")
             if located is not None and not getattr(self._search, "may_overflow", False):
                 self._monitor.note_located(located)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gradscaler._run_script.batches import prepared_by
 from gradscaler._run_script.files import RunFiles
 from gradscaler._run_script.options import STOPPED
 from gradscaler._run_script.step_watch import Search, StepWatch
@@ -17,6 +18,7 @@ from gradscaler.diagnose import Finding, Located, Monitor, Verdict, read_run, re
 from gradscaler.diagnose._findings.frameworks import Framework
 from gradscaler.diagnose._graph.guard import guard, guarded
 from gradscaler.diagnose._monitor.models import one_model
+from gradscaler.diagnose._record.located import is_exact
 
 # Kinds of findings after which no scale brings a training back, for a run with a scaler.
 _LOST = {"parameter", "divergence", "activations", "loss", "nan", "floor", "silent"}
@@ -53,6 +55,7 @@ class WatchedRun:
         self._is_broken = False  # whether the watch ended before the run
         guard.add(self)
         self._advice: set[str] = set()  # that was printed on the way
+        self._source = ""  # what made a batch's numbers where no watch of this process can see it
         model = one_model(model)
         given, tell = (scaler, model, options.every), guarded(self._tell)
         self._path: Path | str  # or why there is none
@@ -129,6 +132,8 @@ class WatchedRun:
         """Print a finding, and end the process there if that was asked for."""
         if self._is_over or os.getpid() != self._process:  # the verdict says it, or the parent
             return
+        if finding.kind in _OF_VALUES and self._proposes_watch and not self._source:
+            self._source = prepared_by(next(iter(finding.steps), 0), in_workers=True)
         if voice.tell(finding.cause if finding.action in self._advice else finding.text):
             self._advice.add(finding.action)
         is_lost = self._monitor.bad_step is not None or finding.kind in _LOST
@@ -203,12 +208,16 @@ class WatchedRun:
         is_unseen = first.line is None or "--watch" in first.action  # as of compiled code
         has_bad_loss = any(s.step == bad and s.has_bad_loss for s in self._monitor.history)
         is_unseen = is_unseen and (first.kind in _OF_OPERATIONS or has_bad_loss)
-        is_open = first.kind in _OF_VALUES or is_unseen
+        is_known = is_exact(getattr(self._monitor.bad_step, "located", None))
+        is_open = (first.kind in _OF_VALUES and not is_known) or is_unseen
         is_made_before = is_open and bad >= self._first_watched and self._proposes_watch
+        source = f"{self._options.again.format(bad)} names what made it"
+        if first.kind in _OF_VALUES and self._source:
+            source = self._source
         if self._num_unchanged:
             text = f", of which {self._num_unchanged:,} left the weights as they were{text}"
         voice.conclude(
             f"after {steps:,} step{'s' * (steps != 1)}{text}",
             *self._lines,
-            *[f"source: {self._options.again.format(bad)} names what made it"] * is_made_before,
+            *[f"source: {source}"] * is_made_before,
         )

@@ -219,6 +219,53 @@ def test_what_a_watched_step_shows_is_what_the_verdict_says(tmp_path, text, make
     assert "--watch" not in verdict
 
 
+FROM_NUMPY = """
+import sys
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset
+class Rows(Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, place):  # of a row
+        row = np.ones(4, dtype=np.float32)
+        return row / row.std() if place == 20 else row
+def main():
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    rows = Subset(Rows(), range(48))
+    for batch in DataLoader(rows, batch_size=8, num_workers=int(sys.argv[1])):
+        loss = model(batch).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+np.seterr(all="ignore")
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_watch_is_not_proposed_where_worker_processes_prepare_the_batch(tmp_path):
+    (tmp_path / "script.py").write_text(FROM_NUMPY)
+    said = words(programs.run(*RUN, "script.py", "1", cwd=tmp_path).stderr)
+    made = "made before PyTorch saw it, by the code that prepares the batch of step 3"
+    assert f"source: {made} (Rows at script.py:9)" in said
+    assert "--watch" not in said
+
+
+def test_a_watch_says_that_no_operation_of_the_process_made_the_batch(tmp_path):
+    (tmp_path / "script.py").write_text(FROM_NUMPY)
+    first, again = (
+        words(programs.run(*RUN, *watch, "script.py", "0", cwd=tmp_path).stderr)
+        for watch in ([], ["--watch", "3"])
+    )
+    assert "--watch 3 names what made it" in first
+    assert (
+        "It was made before PyTorch saw it, by the code that prepares the batch of step 3" in again
+    )
+    assert "(Rows at script.py:9)" in again.partition("gradscaler: after")[0]
+
+
 LEFT_OUT = """
 import torch
 torch.manual_seed(0)
