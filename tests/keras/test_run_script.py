@@ -166,7 +166,7 @@ def test_a_step_of_the_model_s_own_may_take_and_give_anything(kind, step, tmp_pa
         x[9] = np.inf
         ones = np.ones((12, 1), np.float32)
         data = sys.modules["tensorflow"].data.Dataset.from_tensor_slices((x, ones, ones, ones))
-        model.fit(data.batch(3), verbose=0)
+        model.fit(data.batch(3), shuffle=False, verbose=0)
         return [each.tobytes() for each in model.get_weights()]
 
     native = trained()
