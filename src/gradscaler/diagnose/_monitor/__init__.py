@@ -288,9 +288,9 @@ class Monitor:
                 gradients of NaN without Inf, or at a scale of at most 1. Where ``gradients`` are
                 left out, two more count: the second skip in a row, and the second one with a finite
                 loss if each came after an applied step, and the scale did not grow between them. If
-                the replay raises, there is a warning, and it is called no more. On a device the
-                monitor reads each step at once, as it must for a replay, only from the first failed
-                step on that a later reading found.
+                the replay raises, there is a warning, or with ``tell`` a line on stderr, and it is
+                called no more. On a device the monitor reads each step at once, as it must for a
+                replay, only from the first failed step on that a later reading found.
 
         Raises:
             TypeError: the scaler announces its steps itself; ``scaler`` is not a scaler; or
