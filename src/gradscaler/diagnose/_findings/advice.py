@@ -39,6 +39,10 @@ _OF_NAN = (
     "look for 0 * Inf, as by the root or norm of 0 (add an eps), an exp or log before a clamp "
     "(clamp its input), a masked softmax row, or where()'s other branch"
 )
+_OF_INF_IN_FLOAT16 = (
+    "this gradient leaves float16, which ends at 65504: normalize the inputs, divide the loss (a "
+    "mean in place of a sum), or compute this layer in bfloat16 or float32"
+)
 _OF_OWN_FUNCTION = (
     "look in its own backward() for a division by 0 (a norm of 0), 0 * Inf, and what overflows"
 )
@@ -97,8 +101,11 @@ def _in_float32(seen: Seen) -> str:
 
 def of_backward(located: Located | None) -> str:
     """Advice against a gradient that is NaN at every scale, by the operation located, if any."""
-    advice = None if located is None else of_gradient(located) or of_own(located)
-    return advice or _OF_NAN
+    if located is None:
+        return _OF_NAN
+    is_overflow = located.dtype == "float16" and located.num_inf > 0
+    otherwise = _OF_INF_IN_FLOAT16 if is_overflow else _OF_NAN
+    return of_gradient(located) or of_own(located) or otherwise
 
 
 def of_own(located: Located) -> str | None:
