@@ -98,5 +98,5 @@ LARGEST_CLIP = 1e3  # the largest number that people clip gradients to
 CLIPPED_AWAY, STAYED = 100.0, 1e-3
 # The norm of gradients, and the relative difference of losses that are one to six digits: layers
 # whose weights begin with a deviation of 0.01 or more leave more of both.
-TINY_NORM, SAME_LOSS = 1e-6, 1e-6
+TINY_NORM, SAME_LOSS = 1e-4, 1e-6
 LATEST_SAMPLES = 10  # that are kept
