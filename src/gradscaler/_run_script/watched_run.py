@@ -24,6 +24,8 @@ from gradscaler.diagnose._record.located import is_exact
 _LOST = {"parameter", "divergence", "activations", "loss", "nan", "floor", "silent"}
 # What a watched step may name the maker of: always, or if the run itself did not.
 _OF_VALUES, _OF_OPERATIONS = {"data", "silent"}, {"nan", "loss", "activations"}
+# A step is watched from its batch on, so that what prepares the batch is not seen.
+_FROM_BATCH = {"keras", "jax"}
 # A script may have looked at a number that is no loss, or that it keeps nowhere.
 _HINT = " If it found a NaN, {} names the operation."
 
@@ -69,6 +71,7 @@ class WatchedRun:
         options.latest = self
         self._watch: StepWatch | None = None
         self._first_watched = framework.first_watched
+        self._is_from_batch = framework.name in _FROM_BATCH
         self._proposes_watch = framework.has_watch and options.watch is None
         if options.watch is None or not framework.has_watch or search is None:
             return
@@ -209,6 +212,7 @@ class WatchedRun:
         has_bad_loss = any(s.step == bad and s.has_bad_loss for s in self._monitor.history)
         is_unseen = is_unseen and (first.kind in _OF_OPERATIONS or has_bad_loss)
         is_known = is_exact(getattr(self._monitor.bad_step, "located", None))
+        is_known |= self._is_from_batch and first.line is not None
         is_open = (first.kind in _OF_VALUES and not is_known) or is_unseen
         is_made_before = is_open and bad >= self._first_watched and self._proposes_watch
         source = f"{self._options.again.format(bad)} names what made it"

@@ -59,17 +59,16 @@ class HeldParameters:
         self._peaks: dict[int, list[float]] = {}  # the largest rate of each group, by optimizer
         self._left: dict[int, Tensor] = {}  # by the latest sampled step; parts by parameters' ids
         self._version: int | None = None  # of the model's first trained parameter
-        self._leaves: dict[int, bool] | None = (
-            None  # of the latest loss: whether each is a parameter
-        )
+        # Of the latest loss: whether each is a parameter.
+        self._leaves: dict[int, bool] | None = None
         self._lines: dict[str, str] = {}  # see Optimizers
 
     def see_calls(self, optimizer: object, frame: FrameType | None) -> None:
         """Note the lines of the calls around an optimizer's first step, which has this frame."""
         if id(optimizer) not in self.names:
-            made = new_optimizers.lines.get(optimizer)
+            made = new_optimizers.lines.get(optimizer, "")
             self._lines = {**lines_around(frame), **self._lines}
-            self._lines |= {} if made is None else {"optimizer": made}
+            self._lines |= {"optimizer": made} if made else {}
 
     def note(self, optimizer: object, has_gradients: bool) -> int:
         """Note a step of an optimizer; return how many it made, if none of them had gradients."""
@@ -198,7 +197,7 @@ class HeldParameters:
         before = self._resumed.get(key, rates)
         if key not in self.names and has_stepped(optimizer):  # it has not stepped yet
             self._resumed[key] = rates
-            before = new_optimizers.rates.pop(optimizer, rates)  # a schedule may have changed them
+            before = new_optimizers.rates.get(optimizer, rates)  # a schedule may have changed them
         if before == rates:
             return None
         self._resumed.pop(key, None)

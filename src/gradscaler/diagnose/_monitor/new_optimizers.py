@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from gradscaler.diagnose._graph.call_site import users_line
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.stand_ins import in_place_of
+from gradscaler.diagnose._monitor.by_identity import ByIdentity
 from gradscaler.diagnose._monitor.parameters import rates_of
 
-lines: MutableMapping[Any, str] = WeakKeyDictionary()
+lines = ByIdentity[str]()
 """The user's line that made each optimizer."""
-rates: MutableMapping[Any, Sequence[float]] = WeakKeyDictionary()
+rates = ByIdentity[Sequence[float]]()
 """The learning rates of each that loaded a state, before a new schedule set others."""
 
 
