@@ -50,6 +50,21 @@ def train(model, optimizer, scaler=None, steps=5):
     return [parameter.tolist() for parameter in model.parameters()]
 
 
+def healthy(model, optimizer, steps=2):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(4)).square().sum().backward()
+        optimizer.step()
+
+
+def test_a_report_of_a_run_that_goes_on_has_its_latest_steps(tmp_path):
+    with gradscaler.watch(tmp_path) as watch:
+        healthy(*network(), steps=30)
+        watch.report(tmp_path / "report.html")
+        (file,) = tmp_path.glob("*.jsonl")
+        assert read_run(file).num_steps == 30
+
+
 def test_a_training_is_watched_whose_model_and_optimizer_are_there(tmp_path):
     before, finders = replaced(), sys.meta_path.copy()
     unwatched = train(*network())
@@ -63,13 +78,12 @@ def test_a_training_is_watched_whose_model_and_optimizer_are_there(tmp_path):
     assert finding.line.startswith("tests/torch/run_script/test_watch.py:")
     watch.report(tmp_path / "report.html")
     assert "by the gradient of sqrt" in (tmp_path / "report.html").read_text()
-    (file,) = tmp_path.glob("*.jsonl")
-    assert read_run(file).samples[-1].step == 5  # of which the report is
     watch.stop()
     assert replaced() == before
     assert sys.meta_path == finders
     assert type(torch.amp.GradScaler("cpu")) is torch.amp.GradScaler
     assert watch.verdict.findings == (finding,)
+    (file,) = tmp_path.glob("*.jsonl")
     assert read_run(file).num_steps == 5
 
 
@@ -137,13 +151,8 @@ def test_a_step_to_watch_is_one_of_the_next_cell_that_trains_alone(tmp_path, mon
 
 @pytest.mark.parametrize("status", [0, 1])
 def test_an_exit_with_an_error_is_that_of_a_script_that_failed(tmp_path, said, status):
-    model, optimizer = network()
-
     def script():
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.ones(4)).square().sum().backward()
-            optimizer.step()
+        healthy(*network())
         sys.exit(status)
 
     with pytest.raises(SystemExit), gradscaler.watch(tmp_path):
