@@ -127,7 +127,9 @@ class Losses:
         self._num_epochs = self._num_steps = 0  # the steps are those of epochs that have ended
         self._first: tuple[int, int, float] | None = None  # epoch, batch and loss, not finite
         self._weights = ""  # a clause about them after that
-        self._advice = [""]  # that was not said on the way, and lines
+        self._advice = ""  # that was not said on the way
+        self._source: list[str] = []  # the line that proposes to watch the first
+        self._is_earlier = False  # whether the first came after a later one, which was told
         self._begun: tuple[int, float] | None = None  # the first batch of epoch 1, and its loss
         self._latest: float | None = None  # the mean loss of the latest epoch
 
@@ -165,14 +167,18 @@ class Losses:
 
     def _see_bad(self, found: tuple[int, int, float]) -> None:
         is_first, self._first = self._first is None, min(self._first or found, found)
-        if is_first:
-            step = self._num_steps + found[1]
-            source = f"source: {self._again.format(max(step, 2))} names what made it"
-            lines = [source] * self._proposes_watch
-            if not voice.tell(f"{_named(found)}. {_CURES}", *lines):
-                self._advice = [f" {_CURES}", *lines]
+        if self._first is found:
+            before, self._source = self._source, self._source_of(self._num_steps + found[1])
+            self._is_earlier = bool(before)
+        if is_first and not voice.tell(f"{_named(found)}. {_CURES}", *self._source):
+            self._advice = f" {_CURES}"
         if self._may_stop:
             raise SystemExit(STOPPED)
+
+    def _source_of(self, step: int) -> list[str]:
+        """The line that proposes to watch a step."""
+        source = f"source: {self._again.format(max(step, 2))} names what made it"
+        return [source] * self._proposes_watch
 
     def _look_at(self, model: Any) -> None:
         bad = next(iter(RecordedParameters(model).nonfinite()), None)
@@ -184,8 +190,8 @@ class Losses:
         after = f"after {self._num_epochs:,} epoch{'s' * (self._num_epochs != 1)} of fit"
         if self._first is not None:
             first = f"{_named(self._first)}, the first that is not finite{self._weights}"
-            advice, *lines = self._advice
-            voice.conclude(f"{after}: {first}.{advice}", *lines)
+            lines = self._source if self._advice or self._is_earlier else []
+            voice.conclude(f"{after}: {first}.{self._advice}", *lines)
         elif self._num_epochs and not self._is_scaled:
             voice.conclude(f"{after}: the losses are finite{self._went}.")
 
