@@ -63,11 +63,6 @@ def test_a_loss_that_stays_down_needs_nothing(then):
     assert "Nothing needs fixing: the loss went from 2 to" in told(FELL + then)
 
 
-def test_with_a_scaler_the_course_of_a_loss_is_not_judged():
-    assert "Nothing else was judged" in told(STOOD)
-    assert "the loss" not in told(STOOD, has_scaler=True)
-
-
 @pytest.mark.parametrize(("count", "is_told"), [(1, False), (2, True)])
 def test_a_cross_entropy_is_negative_in_two_samples_before_it_is_told(count, is_told):
     text = told(FELL, events=Events().after({"negative": count}))
