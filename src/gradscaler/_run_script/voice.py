@@ -50,7 +50,11 @@ class Voice:
         self._options, self._process, self._kept = options, os.getpid(), []
         atexit.unregister(self._say_kept)
         atexit.register(self._say_kept)  # if no last word has said it
-        on_stop.callback(self._say_kept)
+        on_stop.callback(self._end)
+
+    def _end(self) -> None:
+        self._say_kept()
+        self._options = argparse.Namespace(quiet=False)  # the others keep the latest run alive
 
     def tell(self, text: str, *lines: str) -> bool:
         """Say a finding on the way. False if not, as this is quiet: the last word says it then."""
