@@ -339,12 +339,14 @@ def test_float16_and_a_remainder_follow_float32_parameters_to_2_to_the_minus_38(
     wrapped, mine, state = started(OPTIMIZERS[name](), "remainder16")
     reference, theirs, inner = started(OPTIMIZERS[name]())
     step, reference_step = stepping(wrapped), stepping(reference)
-    for batch in batches():
-        mine, state = step(mine, state, batch)
-        theirs, inner = reference_step(theirs, inner, batch)
-        for key in ("w", "b"):
-            completed = rounding.completed(mine[key], state.kept[key])
-            np.testing.assert_allclose(completed, inner.kept[key], rtol=0, atol=2.0**-38)
+    # Compiled, a product and a sum may be rounded once in one of the two, and twice in the other.
+    with jax.disable_jit():
+        for batch in batches():
+            mine, state = step(mine, state, batch)
+            theirs, inner = reference_step(theirs, inner, batch)
+            for key in ("w", "b"):
+                completed = rounding.completed(mine[key], state.kept[key])
+                np.testing.assert_allclose(completed, inner.kept[key], rtol=0, atol=2.0**-38)
 
 
 def test_small_steps_add_up_where_float16_alone_stands_still():
