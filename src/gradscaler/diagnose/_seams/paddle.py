@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
+from weakref import ref
 
 from gradscaler.diagnose._gradients.reading import Tensor
 from gradscaler.diagnose._graph.call_site import called
 from gradscaler.diagnose._graph.guard import guarded
-from gradscaler.diagnose._graph.hooks import weakly
 from gradscaler.diagnose._seams.calls import Calls, Place, imported
 from gradscaler.diagnose._seams.eager import EagerSeam, Node
 
@@ -43,6 +42,18 @@ class PaddleSeam(EagerSeam):
     calls = Calls(_places)
     backward_passes = _BACKWARD
     hooks_any = False
+    _is_in_hook = False
+
+    def stop(self) -> None:
+        """See no more. What is called in a hook leaves the hooks until the seam is collected.
+
+        Paddle drops a hook that is removed while it runs without Python's lock, which ends the
+        process.
+        """
+        if self._is_in_hook:
+            self.calls.ignore(self)
+        else:
+            super().stop()
 
     def address(self, node: Node) -> int:
         """The address of a node."""
@@ -65,11 +76,16 @@ class PaddleSeam(EagerSeam):
         """Hook a node that makes no list of gradients."""
         if not is_plain and node.name() != "CastGradNode":
             return False
-        address = self.address(node)  # a hook that holds its node would keep it alive
-        see = partial(weakly(self._after), address)
+        # A hook that holds its node, or the seam, would keep it alive.
+        address, alive = self.address(node), ref(self)
 
         def see_and_return(slots: Sequence[Any], gradients: Sequence[Any]) -> Sequence[Any]:
-            see(slots, gradients)
+            if (seam := alive()) is not None:
+                seam._is_in_hook = True
+                try:
+                    seam._after(address, slots, gradients)
+                finally:
+                    seam._is_in_hook = False
             return slots
 
         self._handles.append(node._register_post_hook(see_and_return))
