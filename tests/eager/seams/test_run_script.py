@@ -93,6 +93,21 @@ def test_gradients_that_are_not_zeroed_are_told(watch, is_scaled, zeroed_after, 
     assert ("that the step before had used" in watch.verdict.text) == is_told
 
 
+def test_a_model_of_before_keeps_its_gradients_and_is_not_told(tmp_path):
+    earlier = library.model()
+    loss_of(earlier.parameters()).backward()
+    kept = library.sgd(list(earlier.parameters()), lr=1e-3)
+    with gradscaler.watch(tmp_path) as watch:
+        parameters = library.parameters()
+        optimizer, scaler = library.sgd(parameters, lr=1e-3), scaler_of(is_scaled=True)
+        for _ in range(24):
+            scaler.scale(loss_of(parameters)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            library.clear_gradients(optimizer)
+    assert watch.verdict.kind == "normal", kept
+
+
 def test_gradients_of_another_network_may_be_added_to_before_they_are_zeroed(watch):
     critic, generator = library.parameters(), library.parameters()
     optimizers = [library.sgd(each, lr=1e-3) for each in (critic, generator)]

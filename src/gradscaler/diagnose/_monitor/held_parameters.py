@@ -53,7 +53,7 @@ class HeldParameters:
         self.names: dict[int, str] = {}  # of optimizers, by their modules
         self._stepped: set[int] = set()
         # Those outside, at the sample before: some of their elements, and their gradients.
-        self._outer: dict[str, tuple[NDArray[Any], Mark | None]] = {}
+        self._outer: dict[str, tuple[NDArray[Any], Mark | bytes]] = {}
         self._unheld: list[tuple[int, NDArray[Any]]] = []  # one of nobody's, by its id
         self._resumed: dict[int, Sequence[float]] = {}  # first rates of those that had a state
         self._peaks: dict[int, list[float]] = {}  # the largest rate of each group, by optimizer
@@ -234,11 +234,11 @@ class HeldParameters:
         }
         before = self._outer
         parts = {name: np.array(sample_of(p, _FEW_ELEMENTS)) for name, p in rest.items()}
-        self._outer = {name: (parts[name], mark_of(p.grad)) for name, p in rest.items()}
+        self._outer = {name: (parts[name], _gradient_of(p)) for name, p in rest.items()}
         known = [name for name in rest if name in before]
         still = [n for n in known if np.array_equal(before[n][0], parts[n])]
         moved = {_module_of(name) for name in known if name not in still}
-        new = [name for name in still if not is_unchanged(before[name][1], rest[name].grad)]
+        new = [name for name in still if not _is_as_before(before[name][1], rest[name])]
         return tuple(name for name in new if _module_of(name) not in moved)
 
     def _name_of(self, optimizer: object) -> str:
@@ -255,6 +255,20 @@ class HeldParameters:
 
 def _part_of(parameter: Tensor) -> Tensor:
     return local(parameter).detach().reshape(-1)[:_FEW_ELEMENTS]
+
+
+def _gradient_of(parameter: Tensor) -> Mark | bytes:
+    """The mark of a gradient; some of its numbers where no changes are counted, or none is kept."""
+    gradient = parameter.grad
+    mark = mark_of(gradient) if parameter.grad is gradient else None
+    return sample_of(gradient, _FEW_ELEMENTS).tobytes() if mark is None else mark
+
+
+def _is_as_before(before: Mark | bytes, parameter: Tensor) -> bool:
+    """Whether a parameter has the gradient that it had."""
+    if isinstance(before, bytes):
+        return before == _gradient_of(parameter)
+    return is_unchanged(before, parameter.grad)
 
 
 def _has_new_schedule(optimizer: object) -> bool:
