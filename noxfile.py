@@ -435,6 +435,8 @@ PROCESSORS = {
         "ONEDNN_MAX_CPU_ISA": "AVX2",
         "MKL_CBWR": "AVX2",
         "XLA_FLAGS": "--xla_cpu_max_isa=AVX2",
+        # It asks the processor whether it has float16, which oneDNN refuses then, and aborts.
+        "TF_ENABLE_ONEDNN_OPTS": "0",
         "OMP_NUM_THREADS": "2",
     },
 }
