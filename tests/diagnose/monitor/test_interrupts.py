@@ -41,8 +41,8 @@ def is_traced(code):
     if "/_findings/" in code.co_filename:  # pure functions of records
         return False
     # The collector calls the first too, and ignores its errors. An interrupt in the second is one
-    # at the end of optimizer.step() itself. The third calls under a lock: no interrupt comes between
-    # the end of that call and the lock's release, but a trace may.
+    # at the end of optimizer.step() itself. The third calls under a lock: no interrupt comes
+    # between the end of that call and the lock's release, but a trace may.
     return code.co_name not in ("remove_all", "_unless", "safe")
 
 
