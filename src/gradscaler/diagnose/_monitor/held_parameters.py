@@ -65,10 +65,9 @@ class HeldParameters:
 
     def see_calls(self, optimizer: object, frame: FrameType | None) -> None:
         """Note the lines of the calls around an optimizer's first step, which has this frame."""
-        if id(optimizer) not in self.names:
-            made = new_optimizers.lines.get(optimizer, "")
-            self._lines = {**lines_around(frame), **self._lines}
-            self._lines |= {"optimizer": made} if made else {}
+        made = new_optimizers.lines.get(optimizer, "")
+        self._lines = {**lines_around(frame), **self._lines}
+        self._lines |= {"optimizer": made} if made else {}
 
     def note(self, optimizer: object, has_gradients: bool) -> int:
         """Note a step of an optimizer; return how many it made, if none of them had gradients."""

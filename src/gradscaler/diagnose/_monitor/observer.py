@@ -158,7 +158,8 @@ class EagerObserver(StepSource):
     @closes_if_asked
     def stepping(self, optimizer: object, scale: SupportsFloat | None, /) -> None:
         """Measure the gradients if a sample is due and ``unscaling`` has not measured them."""
-        self._held.see_calls(optimizer, currentframe())
+        if id(optimizer) not in self._held.names:  # else it has stepped
+            self._held.see_calls(optimizer, currentframe())
         self._before_step(optimizer, scale)
         if self._observed.is_mixed(optimizer):
             self._iterations.latest.note(Event.MIXED)

@@ -194,8 +194,8 @@ def rates_of(optimizer: object) -> list[float]:
 
 def numbers_of(optimizer: object, setting: str) -> list[float]:
     """The numbers that a setting has in an optimizer's groups, as far as they are on the host."""
-    values = (group.get(setting) for group in groups_of(optimizer))
-    return [float(value) for value in values if isinstance(value, (int, float))]
+    groups = groups_of(optimizer)
+    return [float(n) for each in groups if isinstance(n := each.get(setting), (int, float))]
 
 
 def has_stepped(optimizer: object) -> bool:

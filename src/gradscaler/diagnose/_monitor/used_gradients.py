@@ -72,14 +72,16 @@ class UsedGradients:
         # One of each optimizer that has stepped since the backward pass before.
         self._parameters: dict[int, Callable[[], Tensor | None]] = {}
         self._used: dict[int, _Used] = {}
+        self._latest: dict[int, Callable[[], Tensor | None]] = {}  # one of each that had a gradient
 
     def before_backward(self) -> None:
         """Note the gradients that earlier steps left.
 
         What a pass made after the step, and after they were zeroed, waits for a step of its own.
         """
-        before = self._used.items()
-        self._used = {key: used for key, each in before if (used := self._added_to(each))}
+        if self._used:  # a comprehension is a call
+            before = self._used.items()
+            self._used = {key: used for key, each in before if (used := self._added_to(each))}
         stepped, self._parameters = self._parameters, {}
         for key, alive in stepped.items():
             gradient = getattr(alive(), "grad", None)
@@ -116,9 +118,11 @@ class UsedGradients:
         parameter = None if used is None else used.parameter()
         gradient: Any = None if parameter is None else parameter.grad
         if gradient is None:
-            parameter = _one_with_gradient(optimizer)
+            parameter = self._latest[key]() if key in self._latest else None
+            if parameter is None or parameter.grad is None:
+                parameter = _one_with_gradient(optimizer)
         if parameter is not None:
-            self._parameters[key] = weakref.ref(parameter)
+            self._parameters[key] = self._latest[key] = weakref.ref(parameter)
         if used is None or gradient is None:
             return None
         is_added_to = not self._counts_changes or is_unchanged(used.mark, gradient, changes=1)
