@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from importlib import import_module
 from inspect import unwrap
 from itertools import chain
+from operator import attrgetter
 from traceback import walk_stack
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -365,7 +366,8 @@ class _Call(NamedTuple):
             return None
         traced = self.function.get_concrete_function(*self.args, **self.kwargs)
         graph = traced.graph.as_graph_def()
-        nodes = chain(graph.node, *(each.node_def for each in graph.library.function))
+        called = attrgetter("library.function")(graph)
+        nodes = chain(graph.node, *(each.node_def for each in called))
         if any(node.op in _OF_PYTHON for node in nodes):
             return None
         variables = list(traced.graph.variables)
