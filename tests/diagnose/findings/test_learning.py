@@ -63,6 +63,13 @@ def test_a_loss_that_stays_down_needs_nothing(then):
     assert "Nothing needs fixing: the loss went from 2 to" in told(FELL + then)
 
 
+def test_a_short_run_is_not_praised_for_a_loss_that_rises():
+    rises = [0.66 + 0.003 * n + 0.05 * (n % 2) for n in range(24)]
+    end = "Nothing else was judged: the loss went from 0.66 to 0.779, in 24 steps, too few to say"
+    assert end in told(rises)
+    assert "Nothing needs fixing: the loss went from 0.779 to 0.66" in told(rises[::-1])
+
+
 @pytest.mark.parametrize(("count", "is_told"), [(1, False), (2, True)])
 def test_a_cross_entropy_is_negative_in_two_samples_before_it_is_told(count, is_told):
     text = told(FELL, events=Events().after({"negative": count}))

@@ -59,6 +59,8 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
     if rise := _rose_again(losses, usual):
         return f"{judged}; {rise}"
     is_short = evidence.steps < (FEW_CALLS if values[-1] == first else LONG)
+    if is_short and _has_risen(values):
+        return f"{judged}, in {evidence.steps} steps, too few to say whether it falls."
     if is_short or fmean(values[-LATE:]) < usual - FELL * abs(usual):
         unless = f"{_listed(frozen)} should be trained, {_FROZEN}" if frozen else ""
         if not unless and evidence.events.count(Event.UNHELD) >= FEW_SAMPLES:
@@ -77,6 +79,12 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
         f"{judged}{rate}. If it should have fallen, look at the learning rate, clipping, inputs "
         "and targets."
     )
+
+
+def _has_risen(losses: Sequence[float]) -> bool:
+    """Whether the second half of losses is larger than the first, on average."""
+    middle = len(losses) // 2
+    return middle > 0 and fmean(losses[middle:]) > fmean(losses[:middle])
 
 
 _FROZEN = "which were frozen on the way (requires_grad=False)"
