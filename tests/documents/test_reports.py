@@ -52,7 +52,8 @@ def is_healthy(said):
     """Whether a verdict finds nothing, or only parameters that no loss reaches."""
     judged = "Nothing needs fixing", "Nothing else was judged", "the losses are finite"
     judged += ("show nothing that needs fixing",)
-    return said.startswith("gradscaler: after ") and any(words in said for words in judged)
+    words = " ".join(said.split())
+    return words.startswith("gradscaler: after ") and any(each in words for each in judged)
 
 
 def words_and_numbers(text):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import median
 
 from gradscaler.diagnose._findings import gradient_values
 from gradscaler.diagnose._findings.advice import at_line, of_operation, seen_in
@@ -18,6 +19,7 @@ from gradscaler.diagnose._record.step import Step
 from gradscaler.diagnose._record.thresholds import (
     EXPLODED,
     FAILS_OFTEN,
+    FEW_EVENTS,
     LARGE_FROM_THE_START,
     LEAST_EXPLODED,
     LISTED,
@@ -91,7 +93,8 @@ def divergence(case: Case) -> Finding | None:
     weights = _growth(case)
     if weights is None and (loss is None or _is_in_another_module(case)):
         return None  # the trained weights stand; those of a teacher may have grown
-    if not (has_failed or _fails_often(evidence) or _has_left_range(evidence)):
+    is_of_failures = has_failed or _fails_often(evidence) or _has_left_range(evidence)
+    if not (is_of_failures or (weights and _has_not_recovered(evidence))):
         return None  # the loss may just follow its targets
     grew = []
     if loss is not None:
@@ -154,6 +157,15 @@ def _fails_often(evidence: Evidence) -> bool:
     """Whether many of the latest steps were skipped or have a loss that is not finite."""
     latest = evidence.past[-RECENT:]
     return sum(step.skipped or step.has_bad_loss for step in latest) > FAILS_OFTEN * len(latest)
+
+
+def _has_not_recovered(evidence: Evidence) -> bool:
+    """Whether steps were skipped, and the latest losses are above the first, as none is learned."""
+    first = evidence.first and evidence.first.loss
+    latest = [step.loss or 0.0 for step in evidence.past[-RECENT:] if _is_finite(step.loss)]
+    if first is None or not latest:
+        return False
+    return evidence.skipped > FEW_EVENTS and median(latest) > first
 
 
 def _has_passed(peak: Step, case: Case) -> bool:
