@@ -26,7 +26,7 @@ from gradscaler.diagnose._findings.frameworks import Framework, framework_named
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._monitor.fit_batches import FitBatches, Replay
 from gradscaler.diagnose._monitor.recorder import RecordedParameters
-from gradscaler.diagnose._monitor.step_log import MOST_NONFINITE
+from gradscaler.diagnose._monitor.streaks import MOST_NONFINITE
 from gradscaler.diagnose._monitor.traced_scalers import number_of
 from gradscaler.diagnose._record.lines import BadStep
 from gradscaler.diagnose._record.thresholds import ROSE

@@ -10,7 +10,7 @@ from gradscaler.diagnose._gradients.reading import inspect
 from gradscaler.diagnose._locate.jaxpr import locate_jax
 from gradscaler.diagnose._locate.locate import locate
 from gradscaler.diagnose._monitor import Monitor
-from gradscaler.diagnose._monitor.step_log import FindingWarning, StuckError, StuckWarning
+from gradscaler.diagnose._monitor.teller import FindingWarning, StuckError, StuckWarning
 from gradscaler.diagnose._record.finding import Finding, Verdict
 from gradscaler.diagnose._record.located import Located
 

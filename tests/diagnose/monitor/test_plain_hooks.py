@@ -209,7 +209,7 @@ def test_a_run_file_speaks_of_no_scale_and_is_read_again(path):
     model, optimizer, monitor = training(path=path, every=2)
     for factor in (1.0, 1.0, torch.nan, 1.0):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(monitor._log, "_tell_user", lambda finding: None)
+            patch.setattr(monitor._log.teller, "_tell", lambda finding: None)
             step(model, optimizer, factor=factor)
     monitor.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]

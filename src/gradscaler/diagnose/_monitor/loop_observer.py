@@ -25,7 +25,8 @@ from gradscaler.diagnose._monitor.gradient_check import (
 from gradscaler.diagnose._monitor.iterations import Iteration
 from gradscaler.diagnose._monitor.observer import EagerObserver, closes_if_asked
 from gradscaler.diagnose._monitor.parameters import held_by
-from gradscaler.diagnose._monitor.step_log import MANY_CALLS, MOST_NONFINITE, StepLog
+from gradscaler.diagnose._monitor.step_log import MANY_CALLS, StepLog
+from gradscaler.diagnose._monitor.streaks import MOST_NONFINITE
 from gradscaler.diagnose._record.events import Counted, Event
 from gradscaler.diagnose._record.lines import BadStep
 from gradscaler.diagnose._record.located import Located

@@ -33,7 +33,8 @@ from gradscaler.diagnose._monitor.held_parameters import (
 )
 from gradscaler.diagnose._monitor.iterations import Iteration, Iterations
 from gradscaler.diagnose._monitor.parameters import OptimizersParameters, has_stepped, rates_of
-from gradscaler.diagnose._monitor.step_log import StepSource, StuckError
+from gradscaler.diagnose._monitor.step_source import StepSource
+from gradscaler.diagnose._monitor.teller import StuckError
 from gradscaler.diagnose._monitor.training_mode import TrainingMode
 from gradscaler.diagnose._monitor.used_gradients import (
     RepeatedSteps,

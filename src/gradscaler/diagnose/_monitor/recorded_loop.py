@@ -11,7 +11,7 @@ from gradscaler.diagnose._gradients.arrays import Array
 from gradscaler.diagnose._gradients.reading import inspect, read
 from gradscaler.diagnose._monitor.recorder import RecordedStep, Recorder
 from gradscaler.diagnose._monitor.replay import Replay
-from gradscaler.diagnose._monitor.step_log import MOST_NONFINITE
+from gradscaler.diagnose._monitor.streaks import MOST_NONFINITE
 from gradscaler.diagnose._record.events import Counted, Event
 from gradscaler.diagnose._record.lines import BadStep, Optimizers
 from gradscaler.diagnose._record.located import Located

@@ -11,7 +11,8 @@ from gradscaler.diagnose._gradients.reading import inspect
 from gradscaler.diagnose._graph.guard import guard
 from gradscaler.diagnose._monitor.gradient_sample import fields_of, is_sampled, measure
 from gradscaler.diagnose._monitor.replay import Replay, Replays
-from gradscaler.diagnose._monitor.step_log import Observations, StepLog, StepSource
+from gradscaler.diagnose._monitor.step_log import Observations, StepLog
+from gradscaler.diagnose._monitor.step_source import StepSource
 from gradscaler.diagnose._monitor.traced_scalers import ScalerState, number_of, policy_of, state_of
 from gradscaler.diagnose._record.events import Counted, of_unzeroed
 from gradscaler.diagnose._record.lines import Optimizers

@@ -103,7 +103,7 @@ class Replays:
             found = located_in(*replay())
         except Exception as error:
             self._num_left = dict.fromkeys(self._num_left, 0)
-            self._log.warn_of_replay(error)
+            self._log.teller.warn_of_replay(error)
             return
         if found is not None:
             self.located, self._num_left[has_failed] = found, _MOST_IN_VAIN

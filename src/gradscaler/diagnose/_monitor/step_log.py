@@ -5,49 +5,35 @@ from __future__ import annotations
 import copy as copying
 import logging
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from time import monotonic
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from gradscaler.diagnose._findings.evidence import Evidence
-from gradscaler.diagnose._graph.guard import guard, passing
+from gradscaler.diagnose._graph.guard import passing
+from gradscaler.diagnose._monitor.streaks import SkipStreak, continued, in_one_line, skip_of
+from gradscaler.diagnose._monitor.teller import StuckError, StuckWarning, Teller
 from gradscaler.diagnose._monitor.warning_filter import WarningFilter
 from gradscaler.diagnose._record.events import Counted, Event, texts_of
 from gradscaler.diagnose._record.finding import Finding, Verdict
-from gradscaler.diagnose._record.kinds import kind_of
 from gradscaler.diagnose._record.lines import BadStep, Line, Sample, Skip, VerdictLine, Watched
 from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._record.step import Step
 from gradscaler.diagnose._record.writer import RunFile, ScalarLog
-from gradscaler.errors import levels_to_caller
-from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient
+from gradscaler.outcome import HISTORY_LENGTH
 
 OnStuck = Literal["warn", "raise", "continue"]
 
 logger = logging.getLogger("gradscaler")
 
-MOST_NONFINITE = 10  # gradients that a line lists
 MANY_CALLS = 10  # calls without a step that are worth a look
 _NONFINITE = "parameter", "state"  # kinds of findings
 _LONGEST_UNWRITTEN = 1.0  # seconds of training that the file of a killed process may lack
-
-
-class FindingWarning(RuntimeWarning):
-    """Something is wrong with the training; the message says what, and what to try."""
-
-
-class StuckWarning(FindingWarning):
-    """Step after step is skipped; the message is the verdict."""
-
-
-class StuckError(RuntimeError):
-    """Step after step is skipped; the message is the verdict, and how to go on."""
 
 
 class Observations(NamedTuple):
@@ -66,15 +52,6 @@ class Observations(NamedTuple):
 
 
 _NOTHING = Observations()
-
-
-class SkipStreak(NamedTuple):
-    """A streak of consecutive skipped steps of one optimizer."""
-
-    length: int
-    first_scale: float  # of the first skipped step
-    skips: tuple[Skip, ...]  # the latest skips
-    verdict: VerdictLine | None = None  # the latest verdict on this streak
 
 
 class Counts(NamedTuple):
@@ -119,9 +96,7 @@ class StepLog:
         self._on_stuck = on_stuck
         self._stuck_after = stuck_after
         self._judge = judge
-        self._tell_user = _warn if tell is None else tell
-        self._told = set[str]()  # texts
-        self._blamed: tuple[int, Finding] | None = None  # the cause of failures told last, and when
+        self.teller = Teller(tell, partial(judge, self))
         self.counts = Counts(step, sampled=step)
         self._written_at = monotonic()  # the time of the last sample
         self._idle = step, 0  # the last step, and how many steps without a gradient came before
@@ -173,9 +148,11 @@ class StepLog:
             unscaled = [Counted(Event.UNSCALED)] * (step.loss is None)
             observed = observed.after(Observations((Counted(Event.SWITCHED), *unscaled)))
         before = counts.observed if self.num_steps else _NOTHING  # the first step has them too
-        streaks, skip = counts.streaks, _skip_of(step) if step.skipped else None
+        streaks, skip = counts.streaks, skip_of(step) if step.skipped else None
         if streaks or skip is not None:
-            streaks = self._continued(streaks, step, skip, optimizers or {0: step.skipped})
+            streaks = continued(
+                streaks, step, skip, optimizers or {0: step.skipped}, self._stuck_after
+            )
         if not self.history or self.history[-1].step < number:
             self.history.append(step)
         self.counts = counts._replace(
@@ -214,11 +191,11 @@ class StepLog:
         if is_known:
             return
         self._keep(line)
-        new = [each for each in self._judge(self).findings if each.text not in self._told]
+        new = [each for each in self._judge(self).findings if not self.teller.says(each)]
         for finding in new[:1]:  # a later streak may show no more than the first
             self._filter.note(finding)
             if self._on_stuck != "continue":
-                self._tell([finding], line.step)
+                self.teller.say([finding], line.step)
 
     def add_sample(self, loss: float | None = None, **measured: object) -> None:
         """Write a sample: the steps since the last one, and the measurements of the last step."""
@@ -244,7 +221,7 @@ class StepLog:
             return
         self.counts = self.counts._replace(observed=Observations(tuple(events)))
         if events.count(events[-1]) == MANY_CALLS:
-            self._tell(self._look(is_last=False))
+            self.teller.say(self._look(is_last=False), self.counts.step)
 
     def note_idle(self, name: str, count: int) -> None:
         """Note a number of steps without a gradient, of an optimizer that has made no other.
@@ -258,7 +235,7 @@ class StepLog:
             self._keep(
                 Watched(self.counts.step, calls=texts_of([Counted(Event.IDLE, name, count)]))
             )
-            self._tell(self._look(is_last=False))
+            self.teller.say(self._look(is_last=False), self.counts.step)
 
     def note_stopped(self, step: int, why: str) -> None:
         """Note a step without a gradient after a step of this number, and why, if it is known."""
@@ -268,7 +245,7 @@ class StepLog:
         else:
             self._stopped = Counted(Event.STOPPED, f"{step} {why}".rstrip())
         if self._stopped.count == MANY_CALLS:
-            self._tell(self._look(is_last=False))
+            self.teller.say(self._look(is_last=False), self.counts.step)
 
     def _stop(self) -> Watched | None:
         """The line of the latest steps without a gradient; None if they are few."""
@@ -345,29 +322,7 @@ class StepLog:
         if self._filter.is_due(self.counts.step):
             findings = self._look(is_last=False)
             self._filter.has_looked()
-            self._tell(findings)
-
-    def _tell(self, findings: Sequence[Finding], step: int | None = None) -> None:
-        """Tell findings, of the latest step or of this one."""
-        for finding in findings:
-            self._told.add(finding.text)
-            told = self._in_place(finding, step or self.counts.step)
-            with passing():
-                self._tell_user(told)
-
-    def _in_place(self, finding: Finding, step: int) -> Finding:
-        """A finding that says so if it replaces the cause of failures that was told before.
-
-        It does if the evidence no longer shows that one.
-        """
-        if not kind_of(finding.kind).explains_skips:
-            return finding
-        (at, before), self._blamed = self._blamed or (step, finding), (step, finding)
-        if at == step or _is_same(before, finding):
-            return finding
-        if any(_is_same(before, each) for each in self._judge(self).findings):
-            return finding
-        return replace(finding, cause=f"In place of what was said at step {at}: {finding.cause}")
+            self.teller.say(findings, self.counts.step)
 
     def _look(self, is_last: bool) -> list[Finding]:
         """The findings to warn of; writes which parameter or optimizer state is not finite."""
@@ -381,15 +336,6 @@ class StepLog:
             self._write(Watched(self.counts.step, parameter=parameter, state=state))
         selected = self._filter.select(findings, self.counts.step, self.counts.sampled, is_last)
         return selected if self._on_stuck != "continue" else []
-
-    def warn_of_replay(self, error: Exception) -> None:
-        """Warn that a replay has raised; only say it if findings are no warnings either."""
-        if self._tell_user is _warn:
-            what = f"replay is called no more, and the training continues: {error!r}"
-            with passing():
-                warnings.warn(RuntimeWarning(what), stacklevel=levels_to_caller())
-        else:
-            guard.say(f"a failing step could not be run again, and the training goes on: {error!r}")
 
     def check_stuck(self) -> None:
         """Give the verdict if ``stuck_after`` steps in a row were skipped, once in that streak.
@@ -416,12 +362,8 @@ class StepLog:
             with passing():
                 raise StuckError(line.text)
         self._filter.note(line.findings[0])
-        if self._on_stuck == "warn" and self._tell_user is _warn:
-            with passing():
-                text = self._in_place(line.findings[0], line.step).text
-                warnings.warn(StuckWarning(text), stacklevel=levels_to_caller())
-        elif self._on_stuck == "warn":
-            self._tell(line.findings[:1])
+        if self._on_stuck == "warn":
+            self.teller.say(line.findings[:1], line.step, StuckWarning)
 
     def _add_verdict(self, streak: SkipStreak, verdict: Verdict) -> VerdictLine:
         """Write the verdict on a streak, and keep it with the streak."""
@@ -476,31 +418,6 @@ class StepLog:
         streaks = self.counts.streaks.values()
         return any(0 < streak.length == self._stuck_after - 1 for streak in streaks)
 
-    def _continued(
-        self,
-        streaks: Mapping[int, SkipStreak],
-        step: Step,
-        skip: Skip | None,
-        optimizers: Mapping[int, bool],
-    ) -> dict[int, SkipStreak]:
-        """The streaks after a step of ``optimizers``; ``skip`` is None if it was applied.
-
-        A skip lengthens its optimizer's streak. A streak ends if its optimizer applies a step, or
-        if its latest skip is more than ``stuck_after`` steps ago.
-        """
-        kept = {
-            optimizer: streak
-            for optimizer, streak in streaks.items()
-            if step.step - streak.skips[-1].step <= self._stuck_after
-            and optimizers.get(optimizer, optimizer != 0)
-        }
-        for optimizer, skipped in optimizers.items():
-            if skip is not None and skipped:
-                streak = kept.get(optimizer, SkipStreak(0, skip.scale, ()))
-                skips = (*streak.skips, skip)[-self._stuck_after :]
-                kept[optimizer] = streak._replace(length=streak.length + 1, skips=skips)
-        return kept
-
     def close(self) -> None:
         """Write what is left, close the files, and warn of the last findings."""
         try:
@@ -516,108 +433,11 @@ class StepLog:
             writers, self._writers = self._writers, ()  # an interrupted call writes no more
             for writer in writers or ():
                 writer.close()
-        self._tell(findings)  # last, as warnings may be errors
+        self.teller.say(findings, self.counts.step)  # last, as warnings may be errors
 
     def _write(self, line: Line) -> None:
         if self._writers is not None and isinstance(line, Skip):
             # Importing Paddle shows each record at level INFO.
-            logger.debug("%s", _in_one_line(line))
+            logger.debug("%s", in_one_line(line))
         for writer in self._writers or ():
             writer.write(line)
-
-
-@dataclass(eq=False, repr=False)
-class StepSource:
-    """The base class of objects that add a scaler's steps to a log."""
-
-    scaler: Any  # in its state before the first step; or a loop without one
-    framework: str  # such as "torch"
-    model: Any  # gives the parameters their names, or None
-    log: StepLog
-    every: int  # steps from one sample to the next
-    forensics: int  # inspect every n-th skipped step; 0 disables
-    dtype: str  # the format for samples
-    world_size: int  # processes that train together
-    located: Located | None = field(init=False, default=None)  # in the latest streak of skips
-
-    def __post_init__(self) -> None:
-        """Note the scaler's present state."""
-
-    @property
-    def waiting(self) -> Sequence[Any]:
-        """The steps that are over; the latest may not be in the log yet."""
-        raise NotImplementedError
-
-    def note_unzeroed(self, name: str) -> None:
-        """Note that a backward pass adds to gradients that a step has used."""
-        raise NotImplementedError
-
-    def read(self) -> None:
-        """Add the waiting steps to the log; waits for the device."""
-        self._add_to(self.log, self.waiting)
-
-    def snapshot(self) -> StepLog:
-        """A copy of the log as :meth:`read` would leave it; any thread may call this."""
-        waiting = self.waiting  # before the copy, as the log may add some meanwhile
-        log = self.log.copy()
-        self._add_to(log, waiting)
-        return log
-
-    @staticmethod
-    def _add_to(log: StepLog, steps: Sequence[Any]) -> None:
-        for step in steps:
-            if step.number > log.counts.step:
-                step.add_to(log)
-
-    def break_off(self) -> None:
-        """Add the waiting steps to the log after an error, as far as that can be done."""
-        with suppress(Exception):
-            self.read()
-
-    def close(self, finish: Callable[[], None]) -> None:
-        """Stop observing, add the waiting steps to the log, and call ``finish``."""
-        self.read()
-        finish()
-
-    @property
-    def _inspects_next_skip(self) -> bool:
-        return self.forensics > 0 and (self.log.counts.num_skipped + 1) % self.forensics == 0
-
-
-def _is_same(one: Finding, other: Finding) -> bool:
-    """Whether two findings blame the same: one may know more of the place than the other."""
-    places = (one.where, other.where), (one.line, other.line)
-    return one.kind == other.kind and all(a == b or None in (a, b) for a, b in places)
-
-
-def _skip_of(step: Step) -> Skip:
-    """The line of a skipped step."""
-    found = step.nonfinite or ()
-    listed = None if step.nonfinite is None else _listed(found)
-    return Skip(step.step, step.scale, step.loss, listed, len(found[MOST_NONFINITE:]))
-
-
-def _listed(found: tuple[NonfiniteGradient, ...]) -> tuple[NonfiniteGradient, ...]:
-    """The gradients that a line lists: the first ones, and one with an Inf if any holds one."""
-    first, rest = found[:MOST_NONFINITE], found[MOST_NONFINITE:]
-    inf = next((each for each in rest if each.num_inf), None)
-    is_missing = inf is not None and not any(each.num_inf for each in first)
-    return (*first[:-1], inf) if is_missing and inf is not None else first
-
-
-def _warn(finding: Finding) -> None:
-    warnings.warn(FindingWarning(finding.text), stacklevel=levels_to_caller("torch."))
-
-
-def _in_one_line(skip: Skip) -> str:
-    """One line on a skipped step, for the log."""
-    listed = "; ".join(
-        f"{g.name} ({'x'.join(map(str, g.shape)) or 'scalar'} {g.dtype}): {g.num_inf} Inf, "
-        f"{g.num_nan} NaN"
-        + ("" if math.isnan(g.largest_finite) else f", largest of the rest {g.largest_finite:g}")
-        for g in skip.nonfinite or ()
-    )
-    found = listed or "this process' gradients are finite"
-    more = f"; and {skip.more} more" if skip.more else ""
-    line = f"step {skip.step} skipped at loss scale {skip.scale:g}: {found}{more}"
-    return "".join(letter if letter.isprintable() else " " for letter in line)
