@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import atexit
-import math
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from platform import python_version
 from time import gmtime, strftime
 from typing import Any, get_args
 from weakref import WeakSet
-
-import numpy as np
 
 from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import min_scale_of
 from gradscaler.diagnose._findings.frameworks import framework_named
 from gradscaler.diagnose._gradients.reading import Tensor
-from gradscaler.diagnose._graph.guard import guard, guarded
-from gradscaler.diagnose._monitor.fit_batches import FitBatches
+from gradscaler.diagnose._graph.guard import guard
+from gradscaler.diagnose._monitor.fit_batches import callback_of
 from gradscaler.diagnose._monitor.loop_observer import LoopObserver
 from gradscaler.diagnose._monitor.models import one_model
 from gradscaler.diagnose._monitor.observer import EagerObserver
@@ -31,6 +26,13 @@ from gradscaler.diagnose._monitor.plain_loop import PlainLoop
 from gradscaler.diagnose._monitor.recorded_loop import RecordedLoop, Unscaled
 from gradscaler.diagnose._monitor.recorder import Recorder
 from gradscaler.diagnose._monitor.replay import Replay
+from gradscaler.diagnose._monitor.start_line import (
+    described,
+    framework_of,
+    rank_and_world_size,
+    script,
+    versions_of,
+)
 from gradscaler.diagnose._monitor.step_log import OnStuck, StepLog
 from gradscaler.diagnose._monitor.traced_scalers import policy_of, state_of
 from gradscaler.diagnose._record.finding import Finding, Verdict
@@ -200,9 +202,9 @@ class Monitor:
         if on_stuck not in get_args(OnStuck):
             choices = ", ".join(map(repr, get_args(OnStuck)))
             raise ValueError(f"on_stuck must be one of {choices}, got {on_stuck!r}")
-        self._framework = "torch" if scaler is None else _framework_of(scaler)
+        self._framework = "torch" if scaler is None else framework_of(scaler)
         is_recorded_loop = isinstance(scaler, Unscaled)
-        self._versions = _versions(self._framework)
+        self._versions = versions_of(self._framework)
         is_eager = scaler is None or hasattr(scaler, "add_observer")
         is_off = is_eager and scaler is not None and not scaler.observed.is_enabled
         is_loop = is_off and self._framework == "torch" and model is not None
@@ -223,11 +225,18 @@ class Monitor:
         try:
             start: Start | None = None
             if path is not None and is_enabled:
-                policy = _describe(policy_of(scaler)) if has_scaler else {}
-                time = strftime("%Y-%m-%dT%H:%M:%SZ", gmtime())
-                ranks = rank, self._world_size
-                what = self._framework, self._dtype, every, 0, policy, time
-                start = Start(*what, *ranks, script=_script(), versions=self._versions)
+                start = Start(
+                    self._framework,
+                    self._dtype,
+                    every,
+                    step=0,
+                    policy=described(policy_of(scaler)) if has_scaler else {},
+                    time=strftime("%Y-%m-%dT%H:%M:%SZ", gmtime()),
+                    rank=rank,
+                    world_size=self._world_size,
+                    script=script(),
+                    versions=self._versions,
+                )
                 file = RunFile(Path(os.fspath(path).replace("{rank}", str(rank))), start)
             writers: list[RunFile | ScalarLog] = [] if file is None else [file]
             if log is not None and is_enabled:
@@ -368,42 +377,7 @@ class Monitor:
         """
         if self._framework not in ("keras", "tf_keras"):
             raise TypeError(f"callback() is for Keras, but this is a scaler for {self._framework}")
-        keras: Any = sys.modules[self._framework]
-        monitor = self
-
-        class Recording(keras.callbacks.Callback):  # type: ignore[misc] # untyped base
-            mean = 0.0  # of the losses of the epoch so far
-            batches: FitBatches | None = None
-
-            @guarded
-            def on_train_begin(self, logs: object = None) -> None:
-                if monitor._framework == "keras":
-                    self.batches = FitBatches(self.model)
-                    self.batches.start()
-
-            @guarded
-            def on_train_end(self, logs: object = None) -> None:
-                if self.batches is not None:
-                    self.batches.stop()
-
-            def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
-                self.mean = 0.0
-
-            def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-                if (step := self._look(logs)) is not None:
-                    loss, replay = step
-                    monitor.record(loss=loss, replay=replay)
-
-            @guarded
-            def _look(self, logs: Any) -> tuple[float | None, Replay | None]:
-                _ = self.model  # on JAX, reading it updates the optimizer's variables
-                before, self.mean = self.mean, float(np.mean((logs or {}).get("loss", 0.0)))
-                is_bad = math.isfinite(before) and not math.isfinite(self.mean)
-                seen = self.batches
-                replay = None if seen is None or seen.latest is None else seen.replay
-                return (self.mean if is_bad else None), replay
-
-        return Recording()
+        return callback_of(self._framework, self.record)
 
     @property
     def history(self) -> tuple[Step, ...]:
@@ -533,59 +507,3 @@ def _check(scaler: object, model: object, is_eager: bool) -> None:
     elif model is not None and not any(hasattr(model, name) for name in names):
         rest = "" if is_eager else "; for JAX, use record(parameters=...)"
         raise TypeError(f"model must have {' or '.join(names)}, got {type(model).__name__}{rest}")
-
-
-def _describe(policy: object) -> dict[str, Any]:
-    """The name and the parameters of a policy."""
-    names = [field.name for field in fields(policy)] if is_dataclass(policy) else []
-    values = {name: getattr(policy, name) for name in names if not name.startswith("_")}
-    plain = {name: value for name, value in values.items() if isinstance(value, (int, float, str))}
-    return {"name": type(policy).__name__, **plain}
-
-
-def _framework_of(scaler: object) -> str:
-    """The framework of a scaler, or of the optax state that holds one."""
-    if isinstance(scaler, Unscaled):
-        return scaler.framework
-    for base in type(scaler).__mro__:
-        package, _, rest = base.__module__.partition(".")
-        framework = rest.partition(".")[0]
-        if package in ("keras", "tf_keras"):  # its own wrapper
-            return package
-        if package == "gradscaler" and not framework.startswith("_"):  # shared by adapters
-            return framework
-    return "jax"  # the state of an optax optimizer
-
-
-def _script() -> str:
-    """The Python file that was started, relative to the working directory if it is in it."""
-    path = Path(getattr(sys.modules["__main__"], "__file__", None) or "")  # a notebook has none
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-
-
-def _versions(framework: str) -> dict[str, str]:
-    """The versions of Python, gradscaler and a framework, and of Keras' backend."""
-    names = ["gradscaler", framework]
-    if framework == "keras":
-        names.append(sys.modules["keras"].backend.backend())
-    packages = {name: sys.modules.get(name) for name in names}
-    found = {name: getattr(each, "__version__", "unknown") for name, each in packages.items()}
-    return {"Python": python_version(), **{name: str(each) for name, each in found.items()}}
-
-
-def rank_and_world_size() -> tuple[int, int]:
-    """The rank of this process, and how many processes there are; (0, 1) if it trains alone.
-
-    Both come from torch.distributed if it is initialized, else from the environment variables that
-    launchers set, ``RANK`` and ``WORLD_SIZE``.
-    """
-    torch: Any = sys.modules.get("torch")
-    distributed = getattr(torch, "distributed", None)
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return _number_in("RANK", 0), _number_in("WORLD_SIZE", 1)
-
-
-def _number_in(variable: str, otherwise: int) -> int:
-    text = os.environ.get(variable, "")
-    return int(text) if text.isdecimal() else otherwise

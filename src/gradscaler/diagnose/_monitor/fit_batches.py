@@ -1,13 +1,16 @@
-"""The batch of each step of Keras' ``fit``, and a closure that takes its gradients again."""
+"""The batch of each step of Keras' ``fit``, which is run again if it fails; and a callback."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from itertools import islice
 from typing import Any
+
+import numpy as np
 
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._locate.unnoticed import unnoticed
@@ -150,6 +153,45 @@ class Replay:
         values = [variable.value for variable in trained]
         found: tuple[Any, Sequence[Any]] = sys.modules["jax"].value_and_grad(loss_of)(values)
         return found
+
+
+def callback_of(framework: str, record: Callable[..., None]) -> Any:
+    """A callback of Keras or tf_keras that records each step of ``fit``, and its failing batch."""
+    keras: Any = sys.modules[framework]
+
+    class Recording(keras.callbacks.Callback):  # type: ignore[misc] # untyped base
+        mean = 0.0  # of the losses of the epoch so far
+        batches: FitBatches | None = None
+
+        @guarded
+        def on_train_begin(self, logs: object = None) -> None:
+            if framework == "keras":
+                self.batches = FitBatches(self.model)
+                self.batches.start()
+
+        @guarded
+        def on_train_end(self, logs: object = None) -> None:
+            if self.batches is not None:
+                self.batches.stop()
+
+        def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
+            self.mean = 0.0
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if (step := self._look(logs)) is not None:
+                loss, replay = step
+                record(loss=loss, replay=replay)
+
+        @guarded
+        def _look(self, logs: Any) -> tuple[float | None, Callable[[], object] | None]:
+            _ = self.model  # on JAX, reading it updates the optimizer's variables
+            before, self.mean = self.mean, float(np.mean((logs or {}).get("loss", 0.0)))
+            is_bad = math.isfinite(before) and not math.isfinite(self.mean)
+            seen = self.batches
+            replay = None if seen is None or seen.latest is None else seen.replay
+            return (self.mean if is_bad else None), replay
+
+    return Recording()
 
 
 def _nothing(*_: object) -> None:
