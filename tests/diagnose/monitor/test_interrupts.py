@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::gradscaler.diagnose.FindingWarn
 
 PACKAGE = str(Path(diagnose.__file__).parent)
 PURE = ("arrays.py", "call_site.py", "exponents.py", "formats.py", "histogram.py")
-PURE += ("reading.py", "sources.py", "masks.py")
+PURE += ("reading.py", "call_origins.py", "masks.py")
 PURE += ("lines.py", "nodes.py", "origin.py", "places.py", "reader.py", "slopes.py", "values.py")
 PURE += ("calls.py", "search.py")  # run in each call: an interrupt is one in the call
 

@@ -69,12 +69,12 @@ def test_a_finite_view_of_a_bad_array_does_not_hide_where_it_began():
     judge = Judge({}, [], identity=lambda array: array.__array_interface__["data"][0])
     made = run(judge, EXP, np.exp, np.float32([1, 1000]))
     run(judge, Site("view"), lambda x: x[:1], made)
-    assert judge.source_of(made).operation == "exp"
+    assert judge.origin_of(made).operation == "exp"
 
 
 def test_a_copy_that_was_not_seen_is_that_of_its_values():
     judge = Judge({}, [])
     made = run(judge, EXP, np.exp, np.float32([1, 2, 1000]))
-    assert judge.source_of_copy(made[1:].copy()).operation == "exp"
-    assert judge.source_of_copy(np.concatenate([made, np.float32([7])])).operation == "exp"
-    assert judge.source_of_copy(np.float32([5, np.inf])) is None
+    assert judge.origin_of_copy(made[1:].copy()).operation == "exp"
+    assert judge.origin_of_copy(np.concatenate([made, np.float32([7])])).operation == "exp"
+    assert judge.origin_of_copy(np.float32([5, np.inf])) is None

@@ -139,7 +139,7 @@ def aten_name(node: str) -> str:
     return re.sub(words, "_", node.partition("Backward")[0]).lower()
 
 
-def source_of(node: Node) -> Node:
+def behind_forms(node: Node) -> Node:
     """The nearest node, from this one back, that does more than reshape, cast, copy or select."""
     for _ in range(_MOST_FORMS):
         if node is None or not is_form(node):

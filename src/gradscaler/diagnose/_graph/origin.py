@@ -54,14 +54,14 @@ def origin_of(node: Node, number: int, values: Values) -> Origin:
     from finite numbers, or else for the one that turned it.
     """
     edge = reader = node, number
-    while edge not in values.entered and (found := _bad_input(edge[0], values)) is not None:
+    while edge not in values.ungraphed and (found := _bad_input(edge[0], values)) is not None:
         reader = reader if is_form(edge[0]) else edge
         if is_leaf(found[0]):
             leaf = found[0].variable
-            return Origin(*reader, leaf, is_given=True, made=values.source_of(leaf))
+            return Origin(*reader, leaf, is_given=True, made=values.ungraphed_origin(leaf))
         edge = found
-    if edge in values.entered:
-        return Origin(*edge, is_given=True, made=values.entered[edge])
+    if edge in values.ungraphed:
+        return Origin(*edge, is_given=True, made=values.ungraphed[edge])
     if (given := _bad_constant(*edge, values)) is not None:
         return given
     if (suspect := _absorbed(edge[0], values) or _most_suspect(edge, values)) != edge:
@@ -89,7 +89,7 @@ def _bad_constant(node: Node, number: int, values: Values) -> Origin | None:
         state = read(tensor).state
         is_bad = state == "bad" or (state == "mask" and not takes_masks)
         if is_bad and not _is_in_code(tensor):
-            made = values.source_of(tensor)
+            made = values.ungraphed_origin(tensor)
             return Origin(node, number, tensor, is_given=True, made=made)
     return None
 
@@ -123,16 +123,16 @@ def _bad_input(node: Node, values: Values) -> _Edge | None:
     known = [(edge, values.reading(*edge)) for edge in edges]
     states = [(edge, None if found is None else found.state) for edge, found in known]
     bad = [edge for edge, state in states if state == "bad"]
-    masks = [edge for edge, state in states if state == "mask" and _is_guilty(node, edge, values)]
+    masks = [edge for edge, state in states if state == "mask" and _is_no_mask(node, edge, values)]
     bad = bad or [edge for edge in _behind(node, values) if values.reading(*edge) is not None]
     return next(iter([*bad, *masks]), None)
 
 
-def _is_guilty(node: Node, edge: _Edge, values: Values) -> bool:
+def _is_no_mask(node: Node, edge: _Edge, values: Values) -> bool:
     """Whether a -Inf that a node reads is no mask, but was made from finite numbers."""
-    if (node, edge) not in values.guilty:
-        values.guilty[node, edge] = _makes_no_mask(node, edge, values)
-    return values.guilty[node, edge]
+    if (node, edge) not in values.unmasked:
+        values.unmasked[node, edge] = _makes_no_mask(node, edge, values)
+    return values.unmasked[node, edge]
 
 
 def _makes_no_mask(node: Node, edge: _Edge, values: Values) -> bool:
@@ -159,7 +159,7 @@ def _behind(node: Node, values: Values) -> list[_Edge]:
         if value is None:
             waiting += _inputs_of(edge[0])
         is_mask = value is not None and value.state == "mask"
-        if value is None or value.state == "bad" or (is_mask and _is_guilty(reader, edge, values)):
+        if value is None or value.state == "bad" or (is_mask and _is_no_mask(reader, edge, values)):
             found.append(edge)
     return sorted(found, key=_order)
 

@@ -16,9 +16,9 @@ from gradscaler.diagnose._gradients.reading import Tensor, largest_finite, memor
 from gradscaler.diagnose._graph.call_site import (
     Frame,
     Node,
+    behind_forms,
     called_from,
     operation_of,
-    source_of,
     stack_from,
 )
 from gradscaler.diagnose._graph.lines import Line
@@ -111,8 +111,8 @@ class Places:
     def _read_by(self, node: Node) -> Iterator[str]:
         """The names of the modules whose parameters a node reads."""
         for before, _ in node.next_functions:
-            source = source_of(before)
-            if source is not None and is_leaf(source) and (own := self._owned(source.variable)):
+            maker = behind_forms(before)
+            if maker is not None and is_leaf(maker) and (own := self._owned(maker.variable)):
                 yield own[0]
 
     def _called(self, node: Node, nodes: Sequence[Node], frames: Sequence[Frame]) -> str | None:

@@ -9,7 +9,8 @@ from typing import Any
 
 from gradscaler.diagnose._gradients.arrays import local
 from gradscaler.diagnose._gradients.reading import Tensor, largest_finite, read
-from gradscaler.diagnose._graph.call_site import Node, is_form, is_own, operation_of, source_of
+from gradscaler.diagnose._graph.call_origins import CallOrigins
+from gradscaler.diagnose._graph.call_site import Node, behind_forms, is_form, is_own, operation_of
 from gradscaler.diagnose._graph.lines import Line, Tracebacks
 from gradscaler.diagnose._graph.nodes import (
     has_packed,
@@ -27,7 +28,6 @@ from gradscaler.diagnose._graph.origin import (
 from gradscaler.diagnose._graph.places import Places
 from gradscaler.diagnose._graph.site import Site, located_at
 from gradscaler.diagnose._graph.slopes import bad_in, is_steep
-from gradscaler.diagnose._graph.sources import Sources
 from gradscaler.diagnose._graph.summands import summand_of
 from gradscaler.diagnose._graph.values import Values
 from gradscaler.diagnose._operations.operation import Role
@@ -47,16 +47,16 @@ class GraphReader:
         nodes: the nodes.
         lines: the tracebacks of an earlier forward pass.
         places: the places in the model.
-        sources: what was seen of operations without a graph.
+        origins: what was seen of operations without a graph.
     """
 
     def __init__(
-        self, nodes: Sequence[Node], lines: Tracebacks, places: Places, sources: Sources
+        self, nodes: Sequence[Node], lines: Tracebacks, places: Places, origins: CallOrigins
     ) -> None:
         self.nodes = nodes
         self._lines = lines
         self._places = places
-        self._sources = sources
+        self._origins = origins
 
     def forward(self, loss: Tensor) -> Located | None:
         """Where the Inf or NaN of a loss began; None if gradscaler made it, scaling the loss."""
@@ -106,12 +106,12 @@ class GraphReader:
         if not origin.is_given:
             return is_opaque(origin.node)
         is_own = origin.given is not None and self._places.owner_of(origin.given) is not None
-        makers = [source_of(before) for before, _ in origin.node.next_functions]
+        makers = [behind_forms(before) for before, _ in origin.node.next_functions]
         reads_made = any(maker is not None and not is_leaf(maker) for maker in makers)
         return origin.made is None and not is_own and reads_made
 
     def _values(self, result: Tensor) -> Values:
-        return Values(self.nodes, bool(local(result).detach().isnan().any()), self._sources)
+        return Values(self.nodes, bool(local(result).detach().isnan().any()), self._origins)
 
     def backward(
         self,
@@ -142,7 +142,7 @@ class GraphReader:
         if held is not None and held.grad_fn is not None:
             site = self._site_of(origin_of(held.grad_fn, held.output_nr, self._values(held)).node)
         bad = made[number] if held is None else held
-        leaf = getattr(source_of(node.next_functions[number][0]), "variable", None)
+        leaf = getattr(behind_forms(node.next_functions[number][0]), "variable", None)
         owned = None if leaf is None else self._places.owner_of(leaf)
         known = {"parameter": owned and owned[1], "summand": self._summand_of(node, self.nodes[-1])}
         return located_at(site, "backward", local(bad), largest, **known)

@@ -11,6 +11,7 @@ from typing import Any
 
 from gradscaler.diagnose._gradients.reading import Tensor, floating, read
 from gradscaler.diagnose._graph import module_calls
+from gradscaler.diagnose._graph.call_origins import CallOrigins
 from gradscaler.diagnose._graph.call_site import Node, called_from, stack_from
 from gradscaler.diagnose._graph.calls import Call, CallWatch
 from gradscaler.diagnose._graph.hooks import Handle, remove_all, weakly
@@ -18,7 +19,6 @@ from gradscaler.diagnose._graph.lines import Tracebacks
 from gradscaler.diagnose._graph.nodes import is_custom, is_leaf, nodes_from
 from gradscaler.diagnose._graph.places import Module, Places
 from gradscaler.diagnose._graph.reader import GraphReader
-from gradscaler.diagnose._graph.sources import Sources
 from gradscaler.diagnose._record.located import Located
 
 
@@ -35,7 +35,7 @@ class Search(module_calls.CallListener):
     def __init__(self, model: Module) -> None:
         self._places = Places(model)
         self._lines = Tracebacks()
-        self._sources = Sources(self._places, of_all=True)
+        self._origins = CallOrigins(self._places, of_all=True)
         self._calls = _Calls(weakly(self._see))
         self._calls.at_backward = weakly(self.end_in)
         self._nodes: set[Node] = set()
@@ -54,7 +54,7 @@ class Search(module_calls.CallListener):
     @property
     def latest(self) -> Located | None:
         """Where the latest Inf or NaN was made, which may have reached no result yet."""
-        return self._sources.latest
+        return self._origins.latest
 
     def start(self) -> None:
         """Start searching."""
@@ -74,22 +74,22 @@ class Search(module_calls.CallListener):
         from torch import Tensor
 
         for tensor in floating(Tensor, results):
-            source = self._sources.source_of(tensor) if read(tensor).bad else None
-            if source is not None and source.kind == "input" and tensor.grad_fn is not None:
+            origin = self._origins.origin_of(tensor) if read(tensor).bad else None
+            if origin is not None and origin.kind == "input" and tensor.grad_fn is not None:
                 self._hook(tensor)
-                source = self._reader().forward(tensor)  # another thread may have made it
-            self._in_forward += [] if source is None else [source]
+                origin = self._reader().forward(tensor)  # another thread may have made it
+            self._in_forward += [] if origin is None else [origin]
 
     def _reader(self) -> GraphReader:
         nodes = sorted(self._nodes, key=lambda node: node._sequence_nr())
-        return GraphReader(nodes, self._lines, self._places, self._sources)
+        return GraphReader(nodes, self._lines, self._places, self._origins)
 
     def _see(self, call: Call) -> None:
         """Read what a call made, and hook the nodes that it added to the graph."""
         if self._calls.is_in_backward:
             self._see_in_backward(call)
         else:
-            self._sources.see(call)
+            self._origins.see(call)
         _, running = stack_from(call.frame)
         own = [node for tensor in call.inputs for node in self._hook(tensor) if is_custom(node)]
         made = [node for tensor in call.outputs for node in self._hook(tensor)]

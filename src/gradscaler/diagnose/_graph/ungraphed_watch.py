@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 
 from gradscaler.diagnose._graph.budget import Budget
+from gradscaler.diagnose._graph.call_origins import CallOrigins
 from gradscaler.diagnose._graph.calls import Call, CallWatch
 from gradscaler.diagnose._graph.hooks import weakly
 from gradscaler.diagnose._graph.places import Module, Places
-from gradscaler.diagnose._graph.sources import Sources
 from gradscaler.diagnose._record.located import Located, is_exact
 
 _CREDIT = 1.0  # seconds: too few to be missed in a training that fails
@@ -43,7 +43,7 @@ class UngraphedWatch:
         self._left = _MOST_IN_VAIN * is_on  # failures that may show nothing
         self._is_wanted = False
         self._healthy_left = 0  # steps to watch until another failure
-        self.seen = Sources(Places(None))
+        self.seen = CallOrigins(Places(None))
         self.calls = CallWatch(weakly(self._see), weakly(self._may_continue))
 
     @property
@@ -56,7 +56,7 @@ class UngraphedWatch:
         is_due = self._is_wanted and self._left and self._healthy_left
         seconds = self._budget.left(step - 1) if is_due else None
         if seconds is not None:
-            self.seen = Sources(Places(self._model))
+            self.seen = CallOrigins(Places(self._model))
             with suppress(RuntimeError):  # a compiled step: PyTorch changes no stance in it
                 self.calls.start()
                 self._budget.begin(seconds, self._budget.usual(step - 1))
@@ -81,7 +81,7 @@ class UngraphedWatch:
         """Stop watching, and forget what was seen."""
         self.calls.stop()
         self._budget.end()
-        self.seen = Sources(Places(None))
+        self.seen = CallOrigins(Places(None))
 
     def _see(self, call: Call) -> None:
         self.seen.see(call)

@@ -8,9 +8,9 @@ from typing import Any
 
 from gradscaler.diagnose._gradients.arrays import local
 from gradscaler.diagnose._gradients.reading import Reading, Tensor, read
+from gradscaler.diagnose._graph.call_origins import CallOrigins
 from gradscaler.diagnose._graph.call_site import Node, aten_name, is_form
 from gradscaler.diagnose._graph.nodes import is_custom, is_leaf, is_there, kept, saved
-from gradscaler.diagnose._graph.sources import Sources
 
 _Edge = tuple[Node, int]  # a node, and which of its results
 
@@ -24,25 +24,25 @@ class Values:
     Args:
         nodes: the nodes.
         has_nan: whether the loss is NaN.
-        sources: what was seen of operations without a graph.
+        origins: what was seen of operations without a graph.
 
     Attributes:
         constants: the tensors that a node keeps and no node made, such as the batch, by the node.
         has_nan: whether the loss is NaN.
-        entered: by a node and which of its results, an Inf or NaN that no node before it made.
-        source_of: where the Inf or NaN of such a tensor was made; None if that was not seen.
-        guilty: for a node and one of its inputs, whether a -Inf there is no mask.
+        ungraphed: by a node and which of its results, an Inf or NaN that no node before it made.
+        ungraphed_origin: where the Inf or NaN of such a tensor was made; None if that was not seen.
+        unmasked: for a node and one of its inputs, whether a -Inf there is no mask.
     """
 
-    def __init__(self, nodes: Iterable[Node], has_nan: bool, sources: Sources) -> None:
+    def __init__(self, nodes: Iterable[Node], has_nan: bool, origins: CallOrigins) -> None:
         self.has_nan = has_nan
-        self.entered, self.source_of = sources.entered, sources.source_of
+        self.ungraphed, self.ungraphed_origin = origins.ungraphed, origins.origin_of
         self.constants: dict[Node, dict[str, Tensor]] = {}
-        self.guilty: dict[tuple[Node, _Edge], bool] = {}
+        self.unmasked: dict[tuple[Node, _Edge], bool] = {}
         self._tensors: dict[_Edge, Tensor | None] = {}
         for node in nodes:
             self._add(node)
-        self._readings = dict(sources.readings)
+        self._readings = dict(origins.readings)
 
     def _add(self, node: Node) -> None:
         for name, tensor in kept(node).items():

@@ -11,7 +11,7 @@ from typing import Any
 
 from gradscaler.diagnose._gradients.arrays import alone, dtype_name
 from gradscaler.diagnose._gradients.reading import Tensor, largest
-from gradscaler.diagnose._graph.call_site import Node, differentiated, source_of
+from gradscaler.diagnose._graph.call_site import Node, behind_forms, differentiated
 from gradscaler.diagnose._graph.nodes import (
     MOST_LOSSES,
     MOST_NODES,
@@ -209,7 +209,7 @@ def _normalised(node: Node) -> Node | None:
     """The softmax or sigmoid whose output a loss takes for logits; None if it takes another."""
     if differentiated(node.name()) not in _OF_LOGITS:
         return None
-    inner = source_of(node.next_functions[0][0])  # not that of a target, which is the second
+    inner = behind_forms(node.next_functions[0][0])  # not that of a target, which is the second
     return inner if inner is not None and differentiated(inner.name()) in _NORMALISE else None
 
 
@@ -220,7 +220,7 @@ def _cut(node: Node) -> Node | None:
         (node,) = below
     elif name != "binary_cross_entropy_with_logits":
         return None
-    inner = source_of(node.next_functions[0][0])
+    inner = behind_forms(node.next_functions[0][0])
     return inner if inner is not None and differentiated(inner.name()) == "relu" else None
 
 

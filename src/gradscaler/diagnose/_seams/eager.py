@@ -62,12 +62,12 @@ class _Seen(NamedTuple):
     Attributes:
         node: the node. It is kept, so that no other gets its address.
         site: the call site of its operation.
-        source: where an Inf or NaN in the operation's inputs began; None if they held none.
+        origin: where an Inf or NaN in the operation's inputs began; None if they held none.
     """
 
     node: Node
     site: Site
-    source: Located | None
+    origin: Located | None
 
 
 class EagerSeam(JudgedSeam, ABC):
@@ -209,19 +209,19 @@ class EagerSeam(JudgedSeam, ABC):
         if not made:
             return
         values = self._values(begun) if begun.values is None else begun.values
-        is_given = any(value.found.bad for value in values)
+        is_given = any(value.reading.bad for value in values)
         if begun.is_own and not is_given:
             return  # an overflow of the loss scale
         if self._depth > 0 and self._latest is None and not is_given:
-            found = [value.found for value in values]
-            made_bad = (_made(begun.site, found, each) for each in made if read(each).bad)
+            readings = [value.reading for value in values]
+            made_bad = (_made(begun.site, readings, each) for each in made if read(each).bad)
             self._latest = next(made_bad, None)
         if self._depth > 0 and not begun.is_recorded:
             return  # it is no part of a forward pass that is run again
         self._judge.see(begun.site, "forward", begun.inputs, values, made)
-        source = next((value.source for value in values if value.source is not None), None)
+        origin = next((value.origin for value in values if value.origin is not None), None)
         for each in made:
-            self._see_nodes(each.grad_fn, begun, source)
+            self._see_nodes(each.grad_fn, begun, origin)
 
     def _values(self, begun: Begun) -> list[Value[Located]]:
         if self._depth > 0 and not begun.is_recorded:
@@ -244,7 +244,7 @@ class EagerSeam(JudgedSeam, ABC):
             return any(map(self._has_tensors, value))
         return isinstance(value, self.tensor) and not _is_spread(value)
 
-    def _see_nodes(self, node: Node | None, begun: Begun | None, source: Located | None) -> None:
+    def _see_nodes(self, node: Node | None, begun: Begun | None, origin: Located | None) -> None:
         """Note and hook the node of a result, and those before it that were not seen.
 
         The others are those of casts in the operation; if no operation is known, of all.
@@ -260,7 +260,7 @@ class EagerSeam(JudgedSeam, ABC):
             if address in self._nodes or address in known:
                 continue
             own = site if is_first else site._replace(operation=self.name(node))
-            self._nodes[address] = _Seen(node, own, source)
+            self._nodes[address] = _Seen(node, own, origin)
             if self.hook(node, is_plain):
                 self._hooked.add(address)
             waiting, is_first = [*waiting, *self.before(node)], False
@@ -291,7 +291,7 @@ class EagerSeam(JudgedSeam, ABC):
         if found is None and (not values or any(value.bad for value in values)):
             return  # a sum of finite gradients made it, or what is not seen
         if found is None:
-            found = seen.source or _made(seen.site, values, made[bad[0]])
+            found = seen.origin or _made(seen.site, values, made[bad[0]])
         for number in bad:
             nodes = before[number : number + 1] if is_known else before
             self._pass_on(nodes, made[number], found)
@@ -309,7 +309,7 @@ class EagerSeam(JudgedSeam, ABC):
                 waiting += self.before(node)
 
     def _pass_on(self, nodes: list[Node], gradient: Tensor, found: Located) -> None:
-        """Note the source of a gradient in the nodes that get it."""
+        """Note the origin of a gradient in the nodes that get it."""
         waiting = list(nodes)
         while waiting:
             node = waiting.pop()

@@ -63,8 +63,8 @@ class JaxSeam(JudgedSeam):
     def run(self, closed: Any, arguments: Mapping[str, Array]) -> None:
         """Run a computation on its arguments, by their names in what is located."""
         for name, array in arguments.items():
-            source = self._given(array)
-            self._judge.note(array, source and replace(source, parameter=name))
+            origin = self._given(array)
+            self._judge.note(array, origin and replace(origin, parameter=name))
         place = _Place(None, "forward", [True] * len(closed.jaxpr.outvars))
         results = self._run(closed, list(arguments.values()), place)
         for array in results:
@@ -76,7 +76,7 @@ class JaxSeam(JudgedSeam):
         if not _is_number(array):
             return None
         (value,) = self._judge.before([array], Site())
-        return value.source
+        return value.origin
 
     def _run(self, closed: Any, inputs: Sequence[Array], place: _Place) -> list[Array]:
         """Run a computation, and return its results; ``place`` is the place of its call."""
@@ -164,11 +164,11 @@ class JaxSeam(JudgedSeam):
 
     def _note_reader(self, array: Array, site: Site) -> None:
         """Note the first primitive that reads what was given with an Inf or NaN."""
-        source = self._judge.source_of(array)
-        if source is None or source.operation is not None or source.line is not None:
+        origin = self._judge.origin_of(array)
+        if origin is None or origin.operation is not None or origin.line is not None:
             return
-        read_at = replace(source, line=site.line)
-        if source.kind == "input":
+        read_at = replace(origin, line=site.line)
+        if origin.kind == "input":
             operation, _, module, type_ = site
             read_at = replace(read_at, operation=operation, module=module, type=type_)
         self._judge.note(array, read_at)
@@ -192,9 +192,9 @@ class JaxSeam(JudgedSeam):
         return [*carry, *stacked]
 
     def _part(self, array: Array, of: Iterable[Array]) -> Array:
-        """An array that is part of another, or stacked from others, with its source."""
-        sources = (self._judge.source_of(each) for each in of)
-        self._judge.note(array, next(filter(None, sources), None))
+        """An array that is part of another, or stacked from others, with its origin."""
+        origins = (self._judge.origin_of(each) for each in of)
+        self._judge.note(array, next(filter(None, origins), None))
         return array
 
     def _while(self, params: Any, inputs: Sequence[Array], place: _Place) -> list[Array]:

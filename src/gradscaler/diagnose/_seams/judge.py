@@ -72,7 +72,7 @@ class Judge:
         for each in parameters:
             self.add(each)
         # Only tensors with an Inf, NaN or -inf. They are kept, so that no other has their identity.
-        self._sources: dict[int, tuple[Tensor, Located]] = {}
+        self._origins: dict[int, tuple[Tensor, Located]] = {}
         self._reached: list[Located] = []
 
     @property
@@ -125,57 +125,57 @@ class Judge:
         for output in outputs:
             value = self._made(site, kind, inputs, values, output)
             key = self._identity(output)
-            if value.source is not None:
-                self._sources[key] = output, value.source
-            elif key in self._sources and not read(self._sources[key][0]).bad:
-                del self._sources[key]  # overwritten; a finite view of what is bad says nothing
+            if value.origin is not None:
+                self._origins[key] = output, value.origin
+            elif key in self._origins and not read(self._origins[key][0]).bad:
+                del self._origins[key]  # overwritten; a finite view of what is bad says nothing
 
-    def source_of(self, tensor: Tensor) -> Located | None:
+    def origin_of(self, tensor: Tensor) -> Located | None:
         """Where the Inf or NaN in a tensor began; None if that was not seen."""
-        found = self._sources.get(self._identity(tensor))
-        return None if found is None else found[1]
+        kept = self._origins.get(self._identity(tensor))
+        return None if kept is None else kept[1]
 
-    def source_of_copy(self, tensor: Tensor) -> Located | None:
+    def origin_of_copy(self, tensor: Tensor) -> Located | None:
         """Where the Inf or NaN in a tensor began that an operation copied unseen, such as a slice.
 
         All its values are in one tensor that an operation made, or that one's are all in it.
         """
         values = _values(tensor)
-        for kept, source in reversed(list(self._sources.values())):
+        for kept, origin in reversed(list(self._origins.values())):
             others = _values(kept)
             if values <= others or others <= values:
-                return source
+                return origin
         return None
 
-    def note(self, tensor: Tensor, source: Located | None) -> None:
+    def note(self, tensor: Tensor, origin: Located | None) -> None:
         """Note where the Inf or NaN in a tensor began, such as one that is a part of another."""
-        if source is not None:
-            self._sources[self._identity(tensor)] = tensor, source
+        if origin is not None:
+            self._origins[self._identity(tensor)] = tensor, origin
 
     def end_in(self, results: Iterable[Tensor]) -> None:
         """Note the results of a pass. An Inf or NaN that reaches none of them does no harm."""
         for tensor in results:
-            found = read(tensor)
-            source = self.source_of(tensor) if found.bad else None
-            if source is None:
+            reading = read(tensor)
+            origin = self.origin_of(tensor) if reading.bad else None
+            if origin is None:
                 continue
             is_number = math.prod(tensor.shape) == 1  # a scaled loss of Paddle's has one dimension
-            if found.state == "bad" or is_number or source.kind == "backward":
-                self._reached.append(source)
+            if reading.state == "bad" or is_number or origin.kind == "backward":
+                self._reached.append(origin)
 
     def _value(self, tensor: Tensor, site: Site) -> Value[Located]:
-        found = read(tensor)
-        if not found.bad:
-            return Value(found)
+        reading = read(tensor)
+        if not reading.bad:
+            return Value(reading)
         owned = self._parameters.get(self._identity(tensor))
         # Another tensor may have had a parameter's memory before it.
-        source = None if owned and owned.tensor is tensor else self.source_of(tensor)
-        if found.state == "mask" and site.operation in TAKES_MASKS:
-            return Value(found)  # a NaN in its output is its own
-        if found.state == "bad" and source is None:
-            source = self._given(tensor, site)
-            self.note(tensor, source)
-        return Value(found, source)
+        origin = None if owned and owned.tensor is tensor else self.origin_of(tensor)
+        if reading.state == "mask" and site.operation in TAKES_MASKS:
+            return Value(reading)  # a NaN in its output is its own
+        if reading.state == "bad" and origin is None:
+            origin = self._given(tensor, site)
+            self.note(tensor, origin)
+        return Value(reading, origin)
 
     def _given(self, tensor: Tensor, site: Site) -> Located:
         """The place of an Inf or NaN that no operation made: a parameter, or what was given."""
@@ -193,25 +193,25 @@ class Judge:
         values: Sequence[Value[Located]],
         output: Tensor,
     ) -> Value[Located]:
-        found = read(output)
+        reading = read(output)
         operation = canonical(site.operation or "")  # JAX's keep their own names
         # A gradient of -Inf is no mask.
         makes_masks = kind == "forward" and operation not in ADDS_UP
         if (
-            (found.state == "mask" and operation in FILLS)
+            (reading.state == "mask" and operation in FILLS)
             and makes_masks
-            and not any(v.source for v in values)
+            and not any(v.origin for v in values)
         ):
-            return Value(found)  # it is meant as a mask
+            return Value(reading)  # it is meant as a mask
 
         def made() -> Located:
-            largest = largest_of(value.found.largest for value in values)
+            largest = largest_of(value.reading.largest for value in values)
             divisor = None
             if kind == "forward" and operation in DIVIDES and len(inputs) > 1:
-                divisor = smallest(inputs[1], values[1].found)
+                divisor = smallest(inputs[1], values[1].reading)
             return located_at(site, kind, output, largest, smallest_divisor=divisor)
 
-        return result(found, not _dimensions(output), values, makes_masks, made)
+        return result(reading, not _dimensions(output), values, makes_masks, made)
 
 
 class JudgedSeam:
@@ -225,9 +225,9 @@ class JudgedSeam:
         return self._judge.located
 
 
-def smallest(tensor: Tensor, found: Reading) -> float | None:
+def smallest(tensor: Tensor, reading: Reading) -> float | None:
     """The smallest magnitude in a tensor; None if it holds an Inf or NaN."""
-    if found.bad:
+    if reading.bad:
         return None
     return float(abs(to_numpy(tensor).astype(float)).min(initial=math.inf))  # it may be whole
 

@@ -117,8 +117,8 @@ class Seam(JudgedSeam):
         inputs = self._tensors(args)
         self._name_nodes(inputs)
         for tensor in inputs:  # slices, and copies that make a tensor contiguous, are not seen
-            if read(tensor).bad and self._judge.source_of(tensor) is None:
-                self._judge.note(tensor, self._judge.source_of_copy(tensor))
+            if read(tensor).bad and self._judge.origin_of(tensor) is None:
+                self._judge.note(tensor, self._judge.origin_of_copy(tensor))
         if site.operation in DIVIDES:  # the divisor may be a number, or whole numbers
             given = self._tensors(args, of_all=True)
             inputs = given + [np.asarray(each) for each in args if isinstance(each, (int, float))]
@@ -130,7 +130,7 @@ class Seam(JudgedSeam):
         self._judge.see(call.site, "forward", call.inputs, call.values, outputs)
         self._maker |= dict.fromkeys(map(_memory_of, outputs), len(self._calls))
         # What the backward pass may read. No tensor of a call is kept.
-        bad = [value for value in call.values if value.source is not None]
+        bad = [value for value in call.values if value.origin is not None]
         self._calls.append(call._replace(inputs=[], values=bad))
 
     def _around_start(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -208,10 +208,10 @@ class Seam(JudgedSeam):
                 continue
             inputs.append(gradient)
             if read(gradient).bad:
-                source = self._given.get((key, number))
-                if source is None:
+                origin = self._given.get((key, number))
+                if origin is None:
                     return  # a sum of finite gradients made it, or a hook of the user's
-                self._judge.note(gradient, source)
+                self._judge.note(gradient, origin)
         values = [*self._judge.before(inputs, call.site), *call.values]
         every = zip(node.next_functions, made, strict=False)
         pairs = [pair for pair in every if pair[1] is not None]
@@ -222,8 +222,8 @@ class Seam(JudgedSeam):
                 continue
             if before.is_leaf():
                 self._judge.end_in([gradient])
-            elif (source := self._judge.source_of(gradient)) is not None:
-                self._given.setdefault((before._unique_id(), number), source)
+            elif (origin := self._judge.origin_of(gradient)) is not None:
+                self._given.setdefault((before._unique_id(), number), origin)
 
     def _tensors(self, tree: object, of_all: bool = False) -> list[Tensor]:
         """The tensors in a structure: those of floating-point and complex numbers, or all."""

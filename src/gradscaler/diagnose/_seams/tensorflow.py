@@ -180,8 +180,8 @@ class TensorFlowSeam(JudgedSeam):
         """Follow an Inf or NaN into a variable and out of it."""
         if not outputs:
             for value in _floating(inputs):
-                if (source := self._judge.source_of(value)) is not None:
-                    self._written[handle] = value, source
+                if (origin := self._judge.origin_of(value)) is not None:
+                    self._written[handle] = value, origin
         for output in _floating(outputs):
             if handle in self._written and read(output).bad:
                 self._judge.note(output, self._written[handle][1])
@@ -190,11 +190,11 @@ class TensorFlowSeam(JudgedSeam):
 
     def _add_copy(self, tensor: Tensor) -> None:
         """Know a tensor that holds what a variable does: some operations read theirs unseen."""
-        if tensor._id in self._makers or self._judge.source_of(tensor) or not read(tensor).bad:
+        if tensor._id in self._makers or self._judge.origin_of(tensor) or not read(tensor).bad:
             return
-        for value, source in self._written.values():
+        for value, origin in self._written.values():
             if _is_same(value, tensor):
-                self._judge.note(tensor, source)
+                self._judge.note(tensor, origin)
         for owned, variable in self._owned.values():
             if _is_same(variable, tensor):
                 self._judge.add(owned._replace(tensor=tensor))

@@ -18,7 +18,7 @@ _GIVES = re.compile("tensor$|^from|^asarray|^as_")  # their result holds what th
 _Edge = tuple[Node, int]  # a node, and which of its results
 
 
-class Sources:
+class CallOrigins:
     """Follows each Inf and NaN from the call of a function that made it.
 
     Args:
@@ -27,75 +27,75 @@ class Sources:
             graph that reads them.
 
     Attributes:
-        entered: by a node and which of its results, an Inf or NaN that no node before it made.
+        ungraphed: by a node and which of its results, an Inf or NaN that no node before it made.
         readings: what was read of these results.
     """
 
     def __init__(self, places: Places, of_all: bool = False) -> None:
         self._places, self._of_all = places, of_all
         # By memory. A tensor that is kept here keeps its memory from being used again.
-        self._sources: dict[int, tuple[Tensor, Located]] = {}
-        self.entered: dict[_Edge, Located] = {}
+        self._origins: dict[int, tuple[Tensor, Located]] = {}
+        self.ungraphed: dict[_Edge, Located] = {}
         self.readings: dict[_Edge, Reading] = {}
 
     def see(self, call: Call) -> None:
         """Read what a call made, or note where in a graph it is read."""
         if not self._of_all and any(tensor.grad_fn is not None for tensor in call.outputs):
-            if self._sources:
+            if self._origins:
                 self._see_graphed(call)
         elif not _UNWRITTEN.search(call.name):
             for tensor in _made(call):
                 self._note(tensor, call)
 
-    def source_of(self, tensor: Tensor) -> Located | None:
+    def origin_of(self, tensor: Tensor) -> Located | None:
         """Where the Inf or NaN in a tensor was made; None if that was not seen."""
-        found = self._sources.get(memory_of(tensor))
-        return None if found is None else found[1]
+        kept = self._origins.get(memory_of(tensor))
+        return None if kept is None else kept[1]
 
     @property
     def first_made(self) -> Located | None:
         """The first Inf or NaN that a call made from finite numbers; None if there is none."""
-        made = (each for _, each in self._sources.values() if each.kind == "forward")
+        made = (each for _, each in self._origins.values() if each.kind == "forward")
         return next((each for each in made if each.parameter is None), None)
 
     @property
     def latest(self) -> Located | None:
         """Where the latest Inf or NaN was made that is still there; None if there is none."""
-        kept = reversed(self._sources.values())
-        return next((source for tensor, source in kept if read(tensor).state == "bad"), None)
+        kept = reversed(self._origins.values())
+        return next((origin for tensor, origin in kept if read(tensor).state == "bad"), None)
 
     def _see_graphed(self, call: Call) -> None:
         """Note the nodes that made, or were given, an Inf or NaN that was made before them."""
         for tensor in call.inputs:
-            if (source := self.source_of(tensor)) is None:
+            if (origin := self.origin_of(tensor)) is None:
                 continue
             # A tensor with a graph has its Inf or NaN from a node that hides its operations.
             of = call.outputs if tensor.grad_fn is None else [tensor]
             for each in (each for each in of if each.grad_fn is not None):
-                edge, found = (each.grad_fn, each.output_nr), read(each)
-                if found.bad and edge not in self.entered:
-                    self.entered[edge], self.readings[edge] = source, found
+                edge, reading = (each.grad_fn, each.output_nr), read(each)
+                if reading.bad and edge not in self.ungraphed:
+                    self.ungraphed[edge], self.readings[edge] = origin, reading
 
     def _note(self, tensor: Tensor, call: Call) -> None:
-        """Note the source of the Inf, NaN and -inf in what a call made."""
-        memory, found = memory_of(tensor), read(tensor)
-        source = self._source_in(call, tensor, found) if found.bad else None
-        if source is not None:
-            self._sources[memory] = tensor, source
-        elif memory in self._sources and not read(self._sources[memory][0]).bad:
-            del self._sources[memory]
+        """Note the origin of the Inf, NaN and -inf in what a call made."""
+        memory, reading = memory_of(tensor), read(tensor)
+        origin = self._origin_in(call, tensor, reading) if reading.bad else None
+        if origin is not None:
+            self._origins[memory] = tensor, origin
+        elif memory in self._origins and not read(self._origins[memory][0]).bad:
+            del self._origins[memory]
 
-    def _source_in(self, call: Call, tensor: Tensor, found: Reading) -> Located | None:
-        """The source of the Inf, NaN or -inf that a call returned in a tensor."""
+    def _origin_in(self, call: Call, tensor: Tensor, reading: Reading) -> Located | None:
+        """The origin of the Inf, NaN or -inf that a call returned in a tensor."""
         inputs = list(zip(call.inputs, call.readings, strict=True))
         if is_own(stack_from(call.frame)[0]):  # such as where gradscaler scales a loss
-            return next(filter(None, (self.source_of(each) for each, at in inputs if at.bad)), None)
+            return next(filter(None, (self.origin_of(each) for each, at in inputs if at.bad)), None)
         if not self._of_all and any(each.grad_fn is not None and at.bad for each, at in inputs):
             return None  # its graph shows it
         values = [self._value(call, *each) for each in inputs]
         is_given = _GIVES.search(call.name) and not call.inputs
-        is_meant = call.operation in FILLS and not any(value.source for value in values)
-        if is_given or (is_meant and found.state == "mask"):
+        is_meant = call.operation in FILLS and not any(value.origin for value in values)
+        if is_given or (is_meant and reading.state == "mask"):
             return None
 
         def made() -> Located:
@@ -104,17 +104,17 @@ class Sources:
             return located_at(site, "forward", tensor, largest, smallest_divisor=call.divisor)
 
         makes_masks = call.operation not in ADDS_UP
-        return result(found, not tensor.ndim, values, makes_masks, made).source
+        return result(reading, not tensor.ndim, values, makes_masks, made).origin
 
-    def _value(self, call: Call, tensor: Tensor, found: Reading) -> Value[Located]:
-        """The value of an input: its reading, and the source of its Inf, NaN or -inf."""
-        source = self.source_of(tensor) if found.bad else None
-        if found.state == "bad" and source is None:
-            source = self._places.given_to(tensor, self._places.site_at(call.frame, call.operation))
-            self._sources[memory_of(tensor)] = tensor, source
-        if found.state == "mask" and call.operation in TAKES_MASKS:
-            source = None  # it takes masks, so a NaN in its output is its own
-        return Value(found, source)
+    def _value(self, call: Call, tensor: Tensor, reading: Reading) -> Value[Located]:
+        """The value of an input: its reading, and the origin of its Inf, NaN or -inf."""
+        origin = self.origin_of(tensor) if reading.bad else None
+        if reading.state == "bad" and origin is None:
+            origin = self._places.given_to(tensor, self._places.site_at(call.frame, call.operation))
+            self._origins[memory_of(tensor)] = tensor, origin
+        if reading.state == "mask" and call.operation in TAKES_MASKS:
+            origin = None  # it takes masks, so a NaN in its output is its own
+        return Value(reading, origin)
 
 
 def _made(call: Call) -> list[Tensor]:
