@@ -196,7 +196,7 @@ def test_arrays_of_any_layout_are_read(array):
     assert exponents(array).total.num_normal == array.size
 
 
-# Shares, sums and the scale to take.
+# Shares and sums.
 
 
 def test_shares_are_of_all_gradients():
@@ -209,7 +209,6 @@ def test_shares_are_of_all_gradients():
 def test_without_gradients_all_shares_are_zero(gradients):
     found = exponents(gradients)
     assert {*SHARES(found.total), found.total.size} == {0}
-    assert found.largest_scale() == math.inf
 
 
 @given(bit_patterns(np.float32), bit_patterns(np.float32))
@@ -223,28 +222,6 @@ def test_a_sum_is_the_histogram_of_both(one, other):
 def assert_same(one, other):
     for field in fields(one):
         assert np.array_equal(getattr(one, field.name), getattr(other, field.name)), field.name
-
-
-@each_format
-@given(
-    gradients=arrays(np.float32, st.integers(1, 5), elements=st.floats(-1e4, 1e4, width=32)),
-    headroom=st.integers(0, 8),
-)
-def test_the_largest_scale_is_the_last_power_of_two_that_fits(dtype, gradients, headroom):
-    scale = exponents(gradients, dtype).largest_scale(headroom)
-    largest = Fraction(float(np.abs(gradients).max()))
-    limit = float(ml_dtypes.finfo(DTYPES[dtype]).max)
-    if not largest:
-        assert scale == math.inf
-        return
-    assert math.frexp(scale)[0] == 0.5
-    assert largest * Fraction(scale) * 2**headroom <= Fraction(limit)
-    assert scale == 2.0**127 or largest * Fraction(scale) * 2 ** (headroom + 1) > Fraction(limit)
-
-
-def test_the_largest_scale_fits_float32_and_all_finite_gradients():
-    assert exponents(np.float32([1e-30]), "bfloat16").largest_scale() == 2.0**127
-    assert exponents(np.float32([1.0, math.inf, math.nan])).largest_scale(0) == 2.0**15
 
 
 def test_the_table_has_a_line_for_each_array():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from dataclasses import dataclass
 
@@ -26,23 +25,6 @@ class Exponents:
     scale: float
     total: Histogram
     parameters: dict[str, Histogram]
-
-    def largest_scale(self, headroom: int = 1) -> float:
-        """The largest power of two that the finite gradients can be multiplied by.
-
-        With this scale, ``largest * scale * 2**headroom`` is at most the format's largest number.
-        The scale is at most ``2**127``, the largest power of two in float32. It is Inf if all
-        finite gradients are 0.
-
-        Args:
-            headroom: how many times the gradients can double before they overflow.
-        """
-        if not self.total.largest:
-            return math.inf
-        mantissa, exponent = math.frexp(self.total.largest)
-        limit, power = math.frexp(format_named(self.dtype).largest)
-        power -= exponent + headroom + (mantissa > limit)
-        return math.ldexp(1.0, min(power, 127))
 
     def __str__(self) -> str:
         columns = ("zero", "flushed", "subnormal", "normal", "overflow", "nonfinite")
@@ -102,8 +84,8 @@ def exponents(gradients: object, dtype: str = "float16", scale: float = 1.0) -> 
 
     >>> import numpy as np
     >>> found = exponents({"weight": np.float32([0.0, 1e-8, 1e-6, 1.0])})
-    >>> found.total.flushed, found.total.subnormal, found.largest_scale()
-    (0.25, 0.25, 16384.0)
+    >>> found.total.flushed, found.total.subnormal
+    (0.25, 0.25)
     >>> print(found)
     4 gradients in float16, scaled by 1
                 zero   flushed subnormal    normal  overflow nonfinite
