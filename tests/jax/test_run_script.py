@@ -73,6 +73,15 @@ def test_a_watch_from_inside_names_the_line_and_is_undone(tmp_path):
     step(jnp.ones(3))
 
 
+def test_an_argument_whose_keys_jax_cannot_sort_ends_no_watch(tmp_path):
+    options = {0: 1.0, "factor": 2.0}
+    with gradscaler.watch(tmp_path) as watch:
+        step = jax.value_and_grad(lambda w, own: jnp.sqrt(jnp.sum(w * w)) * own["factor"])
+        step(jnp.ones(3), options)
+        step(jnp.zeros(3), options)
+    assert "test_run_script.py:" in watch.verdict.findings[0].line
+
+
 def test_a_number_that_the_next_step_takes_is_no_loss(tmp_path):
     def step(weights, scale):
         loss, gradients = jax.value_and_grad(lambda w: jnp.sum(w * w) * scale)(weights)

@@ -18,7 +18,7 @@ from gradscaler._run_script.watched_run import WatchedRun
 from gradscaler.diagnose import Located
 from gradscaler.diagnose._graph.call_site import is_of_user
 from gradscaler.diagnose._graph.guard import guarded
-from gradscaler.diagnose._locate.leaf_names import names_in_states, parameters_of
+from gradscaler.diagnose._locate.leaf_names import names_in_states, opaque_in, parameters_of
 from gradscaler.diagnose._locate.unnoticed import unnoticed
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
 from gradscaler.diagnose._monitor.replay import located_in
@@ -89,7 +89,7 @@ class FunctionLoops:
                 each.takes_gradient = True
         if self._taken is not None:
             return self._call_again(watched, args, kwargs, self._taken)
-        is_outer = not self._calling and self._is_given_values((args, kwargs))
+        is_outer = not self._calling and self._is_given_values(watched, (args, kwargs))
         copies = self._before(watched, args, kwargs) if is_outer else None
         self._calling.append(watched)
         try:
@@ -115,9 +115,10 @@ class FunctionLoops:
         return results
 
     @guarded
-    def _is_given_values(self, arguments: Any) -> bool:
+    def _is_given_values(self, watched: _Watched, arguments: Any) -> bool:
         """Whether a call is run, and not traced."""
-        leaves = self._jax.tree_util.tree_leaves(arguments)
+        watched.is_leaf = opaque_in(arguments)
+        leaves = self._jax.tree_util.tree_leaves(arguments, watched.is_leaf)
         return not any(isinstance(each, self._jax.core.Tracer) for each in leaves)
 
     @guarded
@@ -125,9 +126,10 @@ class FunctionLoops:
         """Copies of the arguments of the step that is to be watched, as they may be donated."""
         if self._options.watch != self._num_steps[watched.key] + 1:
             return None
-        array = self._jax.Array
-        copy = partial(self._jax.tree_util.tree_map, lambda x: x + 0 if isinstance(x, array) else x)
-        return copy(args), copy(kwargs)
+        array, apply = self._jax.Array, self._jax.tree_util.tree_map
+        return apply(
+            lambda x: x + 0 if isinstance(x, array) else x, (args, kwargs), is_leaf=watched.is_leaf
+        )
 
     @guarded
     def _after(self, watched: _Watched, given: Any, results: Any) -> None:
@@ -142,10 +144,9 @@ class FunctionLoops:
         args, kwargs = given
         paths = self._jax.tree_util.tree_leaves_with_path(results)
         leaves = [(path, leaf) for path, leaf in paths if _is_floating(leaf)]
-        is_there = not any(
-            getattr(each, "is_deleted", bool)() for each in self._jax.tree_util.tree_leaves(given)
-        )
-        kept = self._kept(args, results)
+        numbers = self._jax.tree_util.tree_leaves(given, watched.is_leaf)
+        is_there = not any(getattr(each, "is_deleted", bool)() for each in numbers)
+        kept = self._kept(watched, args, results)
         changes = (pair for pairs in kept.values() for pair in pairs if is_there)
         pairs = [pair for pair in changes if _is_array(pair[1])]
         *finite, is_same = self._look([leaf for _, leaf in leaves], pairs)
@@ -158,7 +159,7 @@ class FunctionLoops:
         run = self._runs.open[watched.key]
         is_left_out = bool(is_same) and self._is_left_out(watched, run, again, args)
         watched.has_moved |= bool(pairs) and not is_same
-        states = watched.states_in(self._jax.tree_util.tree_leaves(given), leaves)
+        states = watched.states_in(numbers, leaves)
         others = [
             leaf
             for path, leaf in leaves
@@ -184,14 +185,14 @@ class FunctionLoops:
             run.leave_unchanged(located)
         return watched.leaves_out
 
-    def _kept(self, args: Any, results: Any) -> dict[int, list[tuple[Any, Any]]]:
+    def _kept(self, watched: _Watched, args: Any, results: Any) -> dict[int, list[tuple[Any, Any]]]:
         """The leaves of each result that takes the place of an argument, and those before.
 
         It is a state, by its place: it has the argument's structure, and holds an array.
         """
 
         def flat(value: Any) -> tuple[list[Any], Any]:
-            leaves, structure = self._jax.tree_util.tree_flatten(value)
+            leaves, structure = self._jax.tree_util.tree_flatten(value, watched.is_leaf)
             kinds = [(getattr(x, "shape", None), str(getattr(x, "dtype", None))) for x in leaves]
             return leaves, (structure, *kinds)
 
@@ -246,7 +247,7 @@ class FunctionLoops:
         """
         tree, in_states = self._jax.tree_util, names_in_states(results)
         names = zip(args, parameters_of(watched.users), strict=False)
-        of = {tree.tree_structure(arg): name for arg, name in names}
+        of = {tree.tree_structure(arg, watched.is_leaf): name for arg, name in names}
         known = [of.get(tree.tree_structure(item)) for item in _items(results)]
 
         def name(path: Any) -> str:
@@ -273,6 +274,7 @@ class _Watched:
         has_moved: whether a call has changed all weights that it got.
         leaves_out: whether a call has left them as they were for an Inf or NaN.
         num_searches: how many more calls that leave them may be searched for one.
+        is_leaf: what tells the leaves of its latest arguments; None if JAX does.
     """
 
     def __init__(self, function: Function, of: Function, grad: bool) -> None:
@@ -281,6 +283,7 @@ class _Watched:
         self.takes_gradient = grad
         self.has_moved = self.leaves_out = False
         self.num_searches = _MOST_IN_VAIN
+        self.is_leaf: Callable[[object], bool] | None = None
         self._numbers: dict[Any, Array] | None = None  # of the latest results, by their paths
         self._states: set[Any] = set()
         self.key: object = getattr(inspect.unwrap(of), "__code__", of) if grad else self

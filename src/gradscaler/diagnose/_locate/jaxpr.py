@@ -7,7 +7,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-from gradscaler.diagnose._locate.leaf_names import arguments_of
+from gradscaler.diagnose._locate.leaf_names import arguments_of, opaque_in
 from gradscaler.diagnose._operations.rows import canonical
 from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._seams.jax import JaxSeam
@@ -60,7 +60,7 @@ def locate_jax(fn: Callable[..., object], *args: object) -> Located | None:
         print(found)  # forward of a function (float16), exp at train.py:12: 3 inf of 64; ...
     """
     jax: Any = import_module("jax")
-    leaves, structure = jax.tree_util.tree_flatten_with_path(args)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(args, opaque_in(args))
     given = {at: leaf for at, (_, leaf) in enumerate(leaves) if _is_array(leaf)}
 
     def fn_of_arrays(*arrays: Array) -> list[Array]:
@@ -69,7 +69,7 @@ def locate_jax(fn: Callable[..., object], *args: object) -> Located | None:
         arguments = structure.unflatten(own)
         results = jax.tree_util.tree_leaves(fn(*arguments))
         # NNX's functions change their models in place: what they wrote is a result, too.
-        written = jax.tree_util.tree_leaves(arguments)
+        written = jax.tree_util.tree_leaves(arguments, opaque_in(arguments))
         results += [leaf for leaf in written if all(leaf is not each for each in own)]
         return list(filter(_is_array, results))
 

@@ -20,6 +20,26 @@ def parameters_of(fn: Callable[..., object]) -> list[str]:
     return [each.name for each in parameters if each.kind in by_place]
 
 
+def is_opaque(value: object) -> bool:
+    """Whether JAX cannot take a value apart: a dict with keys of several kinds, without an order.
+
+    It passes one on as it is, where it takes no gradient by it and compiles nothing.
+    """
+    try:
+        return isinstance(value, dict) and sorted(value) is None
+    except TypeError:
+        return True
+
+
+def opaque_in(values: object) -> Callable[[object], bool] | None:
+    """What tells JAX the leaves of values that it cannot take apart; None if it can."""
+    try:
+        import_module("jax").tree_util.tree_leaves(values)
+    except ValueError:
+        return is_opaque
+    return None
+
+
 def arguments_of(fn: Callable[..., object], args: Sequence[object]) -> list[str]:
     """The name of each leaf of a function's arguments, such as ``params['w']``.
 
@@ -28,7 +48,7 @@ def arguments_of(fn: Callable[..., object], args: Sequence[object]) -> list[str]
     tree: Any = import_module("jax").tree_util
     parameters, in_states = parameters_of(fn), names_in_states(args)
     names = []
-    for path, leaf in tree.tree_leaves_with_path(tuple(args)):
+    for path, leaf in tree.tree_leaves_with_path(tuple(args), opaque_in(args)):
         at = path[0].idx
         name = parameters[at] if at < len(parameters) else f"args[{at}]"
         within = in_states.get(id(leaf))
@@ -50,7 +70,7 @@ def names_in_states(values: object) -> dict[int, str]:
         return isinstance(value, nnx.State) or hasattr(value, "graphdef")
 
     names = {}
-    for each in filter(is_state, tree.tree_leaves(values, is_leaf=is_state)):
+    for each in filter(is_state, tree.tree_leaves(values, lambda x: is_state(x) or is_opaque(x))):
         with suppress(Exception):  # a model that shares a part with another has no state alone
             is_named = isinstance(each, nnx.State)
             state = each if is_named else nnx.state(nnx.merge(each.graphdef, *each.states))
