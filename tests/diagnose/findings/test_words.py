@@ -25,12 +25,14 @@ OF_TORCH = (
 OF_TENSORS = (
     r"|detach\(\)|\.item\(\)|\.data\b|no_grad|\.backward\(\)|optimizer\.step\(\)|model\.train\(\)"
 )
+# And functions' names and parameters of PyTorch that a repair may name.
+OF_FUNCTIONS = r"|logsigmoid|\(binary_cross_|zero_infinity|correction=|\(eps="
 FOREIGN = {
     "tensorplay": r"\btorch\.",
     "paddle": OF_TORCH.replace(r"autocast\b|", ""),
-    "jax": OF_TORCH + OF_TENSORS + "|masked_fill",
-    "keras": OF_TORCH + OF_TENSORS + "|masked_fill",
-    "tf_keras": OF_TORCH + OF_TENSORS + "|masked_fill",
+    "jax": OF_TORCH + OF_TENSORS + OF_FUNCTIONS + "|masked_fill",
+    "keras": OF_TORCH + OF_TENSORS + OF_FUNCTIONS + "|masked_fill|init_scale",
+    "tf_keras": OF_TORCH + OF_TENSORS + OF_FUNCTIONS + "|masked_fill|init_scale",
     "mindspore": OF_TORCH + OF_TENSORS,
 }
 # What a detector compares with, and texts that are the only ones of another framework.

@@ -217,6 +217,10 @@ _ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "a DynamicLossScaler",
         ),
     ),
+    (
+        "init_scale",
+        ("init_loss_scaling", "init_scale", "initial_scale", "initial_scale", "scale_value"),
+    ),
     ("enabled=False", ("enable=False", *("in its place, none",) * 4)),
     ("scaler.state_dict()", ("scaler.state_dict()", *("the scaler's state",) * 4)),
     (
@@ -291,7 +295,55 @@ _ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "a reentrant checkpoint hides its operations: pass use_reentrant=False, which shows them",
         ("what is computed again hides its operations",) * 5,
     ),
-    # Functions.
+    # Functions, and their parameters.
+    (
+        "take logits (cross_entropy, log_softmax, logsigmoid)",
+        (
+            "take logits (cross_entropy, log_softmax, log_sigmoid)",
+            "take logits (optax.softmax_cross_entropy, jax.nn.log_softmax, jax.nn.log_sigmoid)",
+            "take logits (from_logits=True, keras.ops.log_softmax, keras.ops.log_sigmoid)",
+            "take logits (from_logits=True, tf.nn.log_softmax, tf.math.log_sigmoid)",
+            "take logits (ops.cross_entropy, ops.log_softmax, ops.logsigmoid)",
+        ),
+    ),
+    (
+        "take logits (binary_cross_entropy_with_logits)",
+        (
+            "take logits (binary_cross_entropy_with_logits)",
+            "take logits (optax.sigmoid_binary_cross_entropy)",
+            "take logits (from_logits=True)",
+            "take logits (from_logits=True)",
+            "take logits (ops.binary_cross_entropy_with_logits)",
+        ),
+    ),
+    (
+        "(use kl_div or xlogy)",
+        (
+            "(use kl_div)",
+            "(use jax.scipy.special.xlogy)",
+            "(use keras.losses.kl_divergence)",
+            "(use tf.math.xlogy)",
+            "(use ops.kl_div or ops.xlogy)",
+        ),
+    ),
+    (
+        "set zero_infinity=True, or leave such samples out",
+        (*("leave such samples out",) * 4, "set zero_infinity=True, or leave such samples out"),
+    ),
+    (
+        "set correction=0",
+        ("set unbiased=False", "set ddof=0", *("divide by their number",) * 2, "set ddof=0"),
+    ),
+    (
+        "a larger rtol",
+        ("a larger rcond", *("a larger rtol",) * 2, "a larger rcond", "a larger rtol"),
+    ),
+    (" (eps=1e-6), as", (" (eps=1e-6), as", *(", as",) * 3, " (eps=1e-6), as")),
+    (
+        "pass a larger one (eps=1e-2)",
+        ("pass a larger one (epsilon=1e-2)", *("take a larger one",) * 3, "take a larger one"),
+    ),
+    ("pass eps=1e-4", ("pass eps=1e-4", "pass epsilon=1e-4", *("add 1e-4 to its norm",) * 3)),
     (
         "masked_fill()",
         (
