@@ -64,6 +64,13 @@ def sum_in_float16(weights, inputs):
     return jnp.sum(hidden, dtype=jnp.float16).astype(jnp.float32)  # HERE
 
 
+@fails("log_softmax", *WITH_LOSS)
+def log_softmax_of_logits_far_apart(weights, inputs):
+    logits = (inputs @ weights * jnp.array([1.5e4, -1.5e4, 0, 0])).astype(jnp.float16)
+    costs = jax.nn.log_softmax(logits)  # HERE
+    return -(costs * jnp.eye(2, 4, dtype=jnp.float16)).sum()
+
+
 @fails("softmax", *WITH_LOSS)
 def softmax_of_a_masked_row(weights, inputs):
     scores = jnp.where(jnp.zeros((2, 4), bool), inputs @ weights, -jnp.inf)

@@ -250,6 +250,12 @@ MASKED = Repair(
     "a row of the softmax is masked entirely (0 / 0: leave one place unmasked, or mask with a "
     "large finite number), or holds +Inf, as of -log(0)"
 )
+# Two numbers differ by at most twice the larger one.
+FAR_APART = Repair(
+    "logits that far apart have a difference beyond the 65504 that float16 ends at: compute the "
+    "loss in float32 (outputs.float())",
+    lambda seen: _in_float16(seen) and seen.has_inf and 2 * seen.largest > 65504,
+)
 TOO_LARGE = Repair(
     "its inputs come near the end of float32's range: lower the learning rate, warm it up, or clip "
     "gradients",
@@ -260,7 +266,10 @@ ALL_MASKED = Repair(
     "logarithm, or leave one class unmasked",
     lambda seen: seen.size > 1 and not seen.has_inf,
 )
-MASKED_CLASS = Repair("a class masked with -inf costs Inf: mask with a large finite number")
+MASKED_CLASS = Repair(
+    "a class masked with -inf costs Inf: mask with a large finite number",
+    clauses=(Repair("; a sum of many costs may, too: compute the loss in float32", _in_float16),),
+)
 ALIGNMENT = Repair(
     "a target that is longer than its input has no alignment: set zero_infinity=True, "
     "or leave such samples out"

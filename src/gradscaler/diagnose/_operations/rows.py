@@ -23,6 +23,9 @@ _BITS = {"float16": 16.0, "bfloat16": 128.0, "float32": 128.0, "float64": 1024.0
 _LOGARITHMS = {dtype: bits * math.log(2) for dtype, bits in _BITS.items()}
 _OF_TWICE = {dtype: (bits + 1) * math.log(2) for dtype, bits in _BITS.items()}
 
+# Those of a loss of classes.
+_OF_CLASSES = to.FAR_APART, to.TOO_LARGE, to.ALL_MASKED, to.MEAN_OF_NONE, to.MASKED_CLASS
+
 
 def _each(
     names: str, roles: tuple[Role, ...] = (), both: tuple[Repair, ...] = (), **facts: Any
@@ -290,7 +293,8 @@ OPERATIONS = (
     *_each(
         "log_softmax sparse_log_softmax LogSoftmax LogSoftmaxExt",
         roles=(Role.TAKES_MASKS, Role.RISKY, Role.TAKES_LOGITS),
-        both=(to.MASKED,),
+        of_value=(to.FAR_APART, to.MASKED),
+        of_slope=(to.MASKED,),
     ),
     *_each(
         "logsumexp special_logsumexp LogSumExp, softmin, gumbel_softmax, "
@@ -310,12 +314,12 @@ OPERATIONS = (
     *_each(
         "nll_loss nll_loss2d nll_loss_nd NLLLoss NLLLoss2d",
         roles=(Role.NEVER_NEGATIVE,),
-        of_value=(to.TOO_LARGE, to.ALL_MASKED, to.MEAN_OF_NONE, to.MASKED_CLASS),
+        of_value=_OF_CLASSES,
     ),
     *_each(
         "cross_entropy cross_entropy_loss cross_entropy_with_softmax CrossEntropyLoss "
         "SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits",
-        of_value=(to.TOO_LARGE, to.ALL_MASKED, to.MEAN_OF_NONE, to.MASKED_CLASS),
+        of_value=_OF_CLASSES,
     ),
     *_each("ctc_loss warpctc CTCLoss CTCLossV2", both=(to.ALIGNMENT,)),
     *_each(

@@ -170,7 +170,9 @@ class Judge:
         owned = self._parameters.get(self._identity(tensor))
         # Another tensor may have had a parameter's memory before it.
         origin = None if owned and owned.tensor is tensor else self.origin_of(tensor)
-        if reading.state == "mask" and site.operation in TAKES_MASKS:
+        # In JAX it is several primitives, of which one may make the -Inf that the next one reads.
+        is_own = origin is not None and (origin.operation, origin.line) == site[:2]
+        if reading.state == "mask" and site.operation in TAKES_MASKS and not is_own:
             return Value(reading)  # a NaN in its output is its own
         if reading.state == "bad" and origin is None:
             origin = self._given(tensor, site)
