@@ -51,6 +51,21 @@ def test_a_watch_from_inside_sees_gradients_of_a_function_that_is_there_and_is_u
     assert (base._pynative_forward_run, base._pynative_func_grad_backward) == theirs
 
 
+def test_a_gradient_that_is_weighted_is_taken_again_without_its_weight(mode, tmp_path):
+    """``sens_param``: the weight comes after the inputs, and the function takes them alone."""
+    model = mindspore.nn.Dense(4, 4, has_bias=False)
+    weights = model.trainable_params()
+
+    def root(inputs):
+        return model(inputs).square().sum().sqrt()
+
+    take = mindspore.grad(root, None, weights, sens_param=True)
+    with gradscaler.watch(tmp_path) as watch:
+        for factor in (1.0, 0.0):
+            take(mindspore.Tensor(np.full((2, 4), factor, "float32")), mindspore.Tensor(1.0))
+    assert "sqrt" in watch.verdict.text
+
+
 def test_scaled_gradients_outside_of_a_graph_are_no_steps(tmp_path):
     model, scaler = mindspore.nn.Dense(4, 4), mindspore.amp.DynamicLossScaler(2.0**127, 2, 10)
     take = mindspore.value_and_grad(
