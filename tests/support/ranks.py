@@ -27,9 +27,9 @@ SEED = {  # the functions that seed a framework; the others take seeds as argume
     "mindspore": "set_seed",
 }
 ATTEMPTS = 10  # to join, before any test's code runs
-PRELOADED = ["torch.distributed.fsdp"] * ON_TORCH + ["paddle.distributed.fleet"] * (
-    FRAMEWORK == "paddle"
-)
+# What each rank would import, the compiler in an optimizer's first step.
+PRELOADED = ["torch.distributed.fsdp", "torch._dynamo"] * ON_TORCH
+PRELOADED += ["paddle.distributed.fleet"] * (FRAMEWORK == "paddle")
 
 
 @cache
