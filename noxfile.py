@@ -616,11 +616,14 @@ def reports(session: nox.Session) -> None:
         run(session, environment, "docs/reports.py", framework, env=variables)
 
 
-@task("notebooks", "torch")
+@task("notebooks", "torch", "keras")
 def notebooks(session: nox.Session) -> None:
     """Run the notebooks of docs/, and keep their outputs. A test compares them with today's."""
-    paths = matching("docs/notebooks/*.ipynb")
-    run(session, "torch", "-c", RUN_NOTEBOOKS, *paths, env={"OMP_NUM_THREADS": "1"})
+    env = {"OMP_NUM_THREADS": "1", "KERAS_BACKEND": "tensorflow"}
+    env |= {"TF_ENABLE_ONEDNN_OPTS": "0", "TF_CPP_MIN_LOG_LEVEL": "3"}  # or it tells of both
+    for path in matching("docs/notebooks/*.ipynb"):
+        environment = "keras" if path.endswith("keras.ipynb") else "torch"
+        run(session, environment, "-c", RUN_NOTEBOOKS, path, env=env)
 
 
 # jupyter-execute would also write the time of each cell.

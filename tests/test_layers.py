@@ -31,6 +31,7 @@ TABLE = {
     "outcome": set(),
     "_frameworks": set(),
     "_atomic": set(),
+    "_notebook": set(),
     "policies": {"errors"},
     "_formats": RULES | {"_frameworks"},
     "_eager": RULES,
@@ -47,10 +48,15 @@ TABLE = {
     "gradscaler": RULES | {"_frameworks", "_run_script"},
     "checkpoint": RULES | {"_atomic", "_formats", "_frameworks"},
     # The rooms of the diagnosis, from the ground up.
-    "diagnose._record": RULES,
+    "diagnose._record": RULES | {"_notebook"},
     "diagnose._operations": {"diagnose._record"},
     "diagnose._gradients": RULES | {"diagnose._record"},
-    "diagnose._graph": {"diagnose._record", "diagnose._gradients", "diagnose._operations"},
+    "diagnose._graph": {
+        "_notebook",
+        "diagnose._record",
+        "diagnose._gradients",
+        "diagnose._operations",
+    },
     "diagnose._seams": {"diagnose._record", "diagnose._gradients", "diagnose._graph"}
     | {"diagnose._operations"},
     "diagnose._locate": {"diagnose._record", "diagnose._gradients", "diagnose._graph"}
@@ -59,6 +65,7 @@ TABLE = {
     | {"diagnose._record", "diagnose._gradients", "diagnose._operations"},
     "diagnose._monitor": RULES
     | ROOMS
+    | {"_notebook"}
     | {"diagnose._locate", "diagnose._graph", "diagnose._operations", "diagnose._seams"},
     "diagnose.report": {"_atomic"} | ROOMS,
     "diagnose.simulate": RULES | ROOMS | {"diagnose.report"},
@@ -66,7 +73,7 @@ TABLE = {
     "diagnose": ROOMS | {"diagnose._locate", "diagnose._monitor"},
     "demo": {"_frameworks", "torch", "diagnose", "diagnose.report"},
     "_doctor": {"_frameworks", "gradscaler"},
-    "_run_script": {"torch", "diagnose", "diagnose._record", "diagnose.report"}
+    "_run_script": {"_notebook", "torch", "diagnose", "diagnose._record", "diagnose.report"}
     | {"diagnose._locate", "diagnose._graph", "diagnose._findings", "diagnose._monitor"}
     | {"diagnose._seams", "diagnose._gradients"},
     "__main__": {"_atomic", "_doctor", "_frameworks", "_run_script", "gradscaler", "checkpoint"}

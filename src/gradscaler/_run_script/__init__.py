@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 
+from gradscaler._notebook import shell
 from gradscaler._run_script.program import program_of, show_from
-from gradscaler._run_script.watch import begin, note_end
+from gradscaler._run_script.watch import begin, is_watched, note_end
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -18,6 +19,8 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         options.command.pop(0)
     if not options.command:
         parser.error("give a script, or -m and a module")
+    if shell() is not None and is_watched():
+        parser.error("this process is watched already: run the script without gradscaler run")
     options.folder = options.output.absolute()  # the script may change the working directory
     options.again, options.elsewhere = "the same command with --watch {}", "-o"
     target, *arguments = options.command
@@ -37,4 +40,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     except BaseException as error:
         note_end(options, error)
         raise
+    finally:
+        if shell() is not None:  # this is %run, after which the notebook goes on
+            started.stop()
     return 0

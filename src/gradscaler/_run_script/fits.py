@@ -29,6 +29,7 @@ from gradscaler.diagnose._monitor.recorder import RecordedParameters
 from gradscaler.diagnose._monitor.streaks import MOST_NONFINITE
 from gradscaler.diagnose._monitor.traced_scalers import number_of
 from gradscaler.diagnose._record.lines import BadStep
+from gradscaler.diagnose._record.source import show_source_of
 from gradscaler.diagnose._record.thresholds import ROSE
 
 _CURES = (
@@ -93,6 +94,7 @@ class Fits:
         self._losses[optimizer] = Losses(is_scaled, self._options)
         self._to_end.append(self._losses[optimizer])
         if self._options.watch is not None:
+            self._options.has_watched = True
             self._watched[optimizer] = FitWatch(self._options.watch, is_scaled)
         if is_scaled:
             self._end_scaled()
@@ -264,6 +266,7 @@ class FitWatch:
                 self._num_steps, 0, has_scaler=False, framework=_framework(), bad_step=bad
             )
             voice.note(f"step watched: {judge(evidence).text}")
+            show_source_of(located.line)
         elif self._num_steps == self._step:
             is_own = not type(model).train_step.__module__.startswith("keras.")
             of = " of compute_loss() (a train_step of the model's own is not run)" if is_own else ""

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NamedTuple
 
+from gradscaler._run_script.undo import on_stop, replace
+
 _OWN = str(Path(__file__).parents[1])
 
 
@@ -36,6 +38,7 @@ class Program(NamedTuple):
         module = ModuleType("__main__")
         vars(module).update(self.names, __builtins__=builtins)
         sys.argv[:] = [self.name, *arguments]
+        on_stop.callback(sys.modules.__setitem__, "__main__", sys.modules["__main__"])
         sys.modules["__main__"] = module  # where pickle looks for its classes
         try:
             exec(self.code, vars(module))
@@ -67,6 +70,7 @@ def program_of(target: str, is_module: bool) -> Program:
 def _look_first_in(folder: str | Path) -> None:
     """Replace the first place of imports, which Python set for gradscaler's own command."""
     if not getattr(sys.flags, "safe_path", False):  # with -P or -I, Python set none
+        on_stop.callback(sys.path.__setitem__, 0, sys.path[0])
         sys.path[0] = str(folder)
 
 
@@ -120,7 +124,7 @@ def show_from(code: CodeType | None) -> None:
             each = each.__cause__ or each.__context__
         shown(kind, error, error.__traceback__)
 
-    sys.excepthook = show
+    replace(sys, "excepthook", show)
 
 
 def _without_own(trace: TracebackType | None, is_warning: bool) -> TracebackType | None:

@@ -9,6 +9,7 @@ from gradscaler._run_script.voice import voice
 from gradscaler.diagnose import Located, Monitor
 from gradscaler.diagnose._graph.guard import guard
 from gradscaler.diagnose._record.located import Given
+from gradscaler.diagnose._record.source import show_source_of
 
 
 class Search(Protocol):
@@ -91,5 +92,6 @@ class StepWatch:
             if isinstance(located, Given) and (source := prepared_by(step)):
                 seen = f"{seen}. It was {source}"
             voice.note(f"step watched: {seen}")
+            show_source_of(None if located is None else located.line)
             if located is not None and not getattr(self._search, "may_overflow", False):
                 self._monitor.note_located(located)

@@ -9,15 +9,13 @@ import argparse
 import atexit
 import os
 import sys
-from contextlib import suppress
 from functools import partial
-from html import escape
 from importlib import import_module
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from gradscaler._notebook import shell
 from gradscaler._run_script.after_import import after_import
 from gradscaler._run_script.options import add_options
 from gradscaler._run_script.undo import on_stop, replace
@@ -62,6 +60,9 @@ class Watch:
         latest = self._options.latest
         return None if latest is None else latest.verdict
 
+    def __repr__(self) -> str:
+        return f"<gradscaler.watch(): {self.verdict or 'no step was seen yet'}>"
+
     def report(self, path: str | os.PathLike[str] = "report.html") -> None:
         """Write a report on the latest run so far.
 
@@ -80,15 +81,11 @@ class Watch:
 
     def _repr_html_(self) -> str:
         """The report in a notebook's output, or the verdict if no report can be made."""
-        verdict = self.verdict
-        if verdict is None:
+        latest = self._options.latest
+        if latest is None or latest.verdict is None:
             return "<p>No step was seen yet.</p>"
-        with suppress(ValueError, ImportError, OSError), TemporaryDirectory() as folder:
-            path = Path(folder, "report.html")
-            self.report(path)
-            page = escape(path.read_text("utf-8"))
-            return f'<iframe srcdoc="{page}" width="100%" height="600"></iframe>'
-        return verdict._repr_html_()
+        html: str = latest.html
+        return html
 
     def stop(self) -> None:
         """Say the verdict, and undo all that the watch has changed.
@@ -124,7 +121,8 @@ class Watch:
     def _start(self) -> None:
         self._is_on = True
         voice.begin(self._options)
-        state = {"has_raised": False, "has_failed": False, "is_watched": self._shell is not None}
+        state = {"has_raised": False, "has_failed": False, "has_watched": False}
+        state |= {"is_watched": self._shell is not None}
         vars(self._options).update(state, trace=None, is_notebook=self._shell is not None)
         for framework, module, kind, names in _WATCHED:
             after_import(framework, partial(_start_in, module, kind, *names, self._options))
@@ -144,7 +142,8 @@ class Watch:
         if error is not None:
             note_end(self._options, error)
         self._end()
-        if self._options.latest is not self._latest:  # a step to watch is one of the next run
+        is_over = self._options.latest is not self._latest or self._options.has_watched
+        if is_over:  # a step to watch is one of the next run
             self._latest, self._options.watch = self._options.latest, None
 
     def _explain_at_end(self) -> None:
@@ -173,12 +172,17 @@ def _start_in(module: str, kind: str, *given: Any) -> None:
     getattr(import_module(f"gradscaler._run_script.{module}"), kind)(*given).start()
 
 
-def begin(options: argparse.Namespace, shell: Any = None) -> Watch:
+def is_watched() -> bool:
+    """Whether this process has a watch."""
+    return bool(_current) and _current[0]._process == os.getpid()
+
+
+def begin(options: argparse.Namespace, notebook: Any = None) -> Watch:
     """Watch the trainings of this process from now on, or those of a notebook's cells."""
     started = Watch(options)
     _current[:] = [started]
-    if shell is not None:
-        started._follow_cells(shell)
+    if notebook is not None:
+        started._follow_cells(notebook)
     started._start()
     return started
 
@@ -238,17 +242,15 @@ def watch(
     for name, number in (("every", every), ("step", step)):
         if number is not None and number < 1:
             raise ValueError(f"{name} must be at least 1, got {number!r}")
-    if not _current or _current[0]._process != os.getpid():  # a child that was forked
+    if not is_watched():  # as in a child that was forked
         on_stop.pop_all()
         parser = argparse.ArgumentParser("gradscaler.watch")
         add_options(parser)  # whose defaults are those of `gradscaler run`
         options = parser.parse_args([])
         options.folder = options.output.absolute()
         options.again, options.elsewhere = "gradscaler.watch(step={})", "gradscaler.watch(folder)"
-        notebook: Any = sys.modules.get("IPython")
-        shell = notebook and notebook.get_ipython()
-        started = begin(options, shell)
-        if shell is None:
+        started = begin(options, shell())
+        if started._shell is None:
             started._explain_at_end()
             _see_uncaught(options)
     options = _current[0]._options

@@ -19,6 +19,7 @@ from gradscaler.diagnose._findings.frameworks import Framework
 from gradscaler.diagnose._graph.guard import guard, guarded
 from gradscaler.diagnose._monitor.models import one_model
 from gradscaler.diagnose._record.located import is_exact
+from gradscaler.diagnose._record.source import show_source_of
 
 # Kinds of findings after which no scale brings a training back, for a run with a scaler.
 _LOST = {"parameter", "divergence", "activations", "loss", "nan", "floor", "silent"}
@@ -57,6 +58,7 @@ class WatchedRun:
         self._is_broken = False  # whether the watch ended before the run
         guard.add(self)
         self._advice: set[str] = set()  # that was printed on the way
+        self._lines_shown: set[str | None] = set()
         self._source = ""  # what made a batch's numbers where no watch of this process can see it
         model = one_model(model)
         given, tell = (scaler, model, options.every), guarded(self._tell)
@@ -99,6 +101,11 @@ class WatchedRun:
         self._monitor.flush()
         report.write(read_run(self._path), path)
 
+    @property
+    def html(self) -> str:
+        """The report in a notebook's output, or the verdict if no report can be made."""
+        return self._monitor._repr_html_()
+
     def callback(self) -> Any:
         """A callback of Keras that records each step."""
         return self._monitor.callback()
@@ -139,9 +146,16 @@ class WatchedRun:
             self._source = prepared_by(next(iter(finding.steps), 0), in_workers=True)
         if voice.tell(finding.cause if finding.action in self._advice else finding.text):
             self._advice.add(finding.action)
+            self._show_line(finding)
         is_lost = self._monitor.bad_step is not None or finding.kind in _LOST
         if self._options.stop and is_lost:
             raise SystemExit(STOPPED)
+
+    def _show_line(self, finding: Finding) -> None:
+        """Show the finding's line under the cell of a notebook, once."""
+        if finding.line not in self._lines_shown:
+            self._lines_shown.add(finding.line)
+            show_source_of(finding.line)
 
     def leave_out(self, loss: Any) -> None:
         """Give the verdict a loss that no backward pass has taken."""
@@ -225,3 +239,4 @@ class WatchedRun:
             *self._lines,
             *[f"source: {source}"] * is_made_before,
         )
+        self._show_line(first)

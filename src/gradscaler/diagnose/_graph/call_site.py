@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
+from gradscaler._notebook import shell
 from gradscaler.diagnose._graph import stand_ins
 from gradscaler.diagnose._operations.operation import Role
 from gradscaler.diagnose._operations.rows import canonical, names_with
@@ -193,9 +194,7 @@ def shown_line(filename: str, number: int) -> str:
 
     A line of a notebook's cell is shown as ``In[2]:3``: its file has a random name.
     """
-    notebook: Any = sys.modules.get("IPython")
-    shell = notebook and notebook.get_ipython()
-    if shell and (cell := shell.compile.format_code_name(filename)):
+    if (notebook := shell()) and (cell := notebook.compile.format_code_name(filename)):
         return f"{cell[1]}:{number}"
     path = Path(filename)
     if path.is_relative_to(Path.cwd()):

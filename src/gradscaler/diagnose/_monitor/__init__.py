@@ -13,6 +13,7 @@ from time import gmtime, strftime
 from typing import Any, get_args
 from weakref import WeakSet
 
+from gradscaler._notebook import page_of, shell
 from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import min_scale_of
 from gradscaler.diagnose._findings.frameworks import framework_named
@@ -222,9 +223,10 @@ class Monitor:
         if log is not None and not callable(log):
             raise TypeError(f"log must be a function or None, got {log!r}")
         file: RunFile | None = None
+        self._path = _free(path, rank) if is_enabled else None
         try:
             start: Start | None = None
-            if path is not None and is_enabled:
+            if self._path is not None:
                 start = Start(
                     self._framework,
                     self._dtype,
@@ -237,7 +239,7 @@ class Monitor:
                     script=script(),
                     versions=self._versions,
                 )
-                file = RunFile(Path(os.fspath(path).replace("{rank}", str(rank))), start)
+                file = RunFile(self._path, start)
             writers: list[RunFile | ScalarLog] = [] if file is None else [file]
             if log is not None and is_enabled:
                 writers.append(ScalarLog(log, has_scaler))
@@ -397,7 +399,10 @@ class Monitor:
         return self._judge(log)
 
     def _repr_html_(self) -> str:
-        return self.verdict._repr_html_()
+        """The report in a notebook's output, or the verdict if no report can be made."""
+        self.flush()
+        page = "" if self._path is None else page_of(self._path)
+        return page or self.verdict._repr_html_()
 
     def flush(self) -> None:
         """Write the steps so far to the file, which a report may read then. Waits for the device.
@@ -489,6 +494,16 @@ def _source_of(is_eager: bool, has_scaler: bool) -> type[EagerObserver | Recorde
     if is_eager:
         return EagerObserver if has_scaler else LoopObserver
     return Recorder if has_scaler else RecordedLoop
+
+
+def _free(path: str | os.PathLike[str] | None, rank: int) -> Path | None:
+    """The file of a rank. In a notebook, its monitor is closed, as that one's cell runs again."""
+    own = None if path is None else Path(os.fspath(path).replace("{rank}", str(rank)))
+    if own is not None and shell() is not None:
+        for monitor in list(_open_monitors):
+            if monitor._path is not None and monitor._path.absolute() == own.absolute():
+                monitor.close()
+    return own
 
 
 def _close_all() -> None:

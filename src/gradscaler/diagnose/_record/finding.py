@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 from gradscaler.diagnose._record.kinds import kind_of
+from gradscaler.diagnose._record.source import source_of
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,10 @@ class Verdict:
         return self.text
 
     def _repr_html_(self) -> str:
-        """The headline and the text, in a notebook's output."""
-        return f"<p><b>{escape(kind_of(self.kind).headline)}</b></p><p>{escape(self.text)}</p>"
+        """The headline, the text and the user's line, in a notebook's output."""
+        source = source_of(self.findings[0].line) if self.findings else None
+        text = f"<p><b>{escape(kind_of(self.kind).headline)}</b></p><p>{escape(self.text)}</p>"
+        return text if source is None else f"{text}\n{source.html}"
 
 
 def verdict_of(findings: Sequence[Finding]) -> Verdict:

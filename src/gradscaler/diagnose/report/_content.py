@@ -14,7 +14,7 @@ from gradscaler.diagnose._findings.run import Run
 from gradscaler.diagnose._gradients.fitting_scales import Fit
 from gradscaler.diagnose._record.kinds import Level, kind_of
 from gradscaler.diagnose._record.lines import BadStep, LineT, Shares, Skip, Watched
-from gradscaler.diagnose.report._source import Source, source_of
+from gradscaler.diagnose._record.source import Source, source_of
 from gradscaler.diagnose.report._words import ends, number, percent, shown
 
 LEVELS: tuple[Level, ...] = ("bad", "warning", "good")

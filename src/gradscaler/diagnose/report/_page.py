@@ -18,7 +18,6 @@ from gradscaler.diagnose.report._figures import (
     drawing_settings,
     drawings_of,
 )
-from gradscaler.diagnose.report._source import Source
 from gradscaler.diagnose.report._words import shown
 
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -34,25 +33,13 @@ def page_of(content: Content) -> bytes:
         headline=escape(headline),
         action=f'<p class="action">{escape(content.action)}</p>\n' * bool(content.action),
         text=escape(shown(content.why, 1000)),
-        source="" if content.source is None else _source(content.source),
+        source="" if content.source is None else content.source.html,
         first="".join(map(_table, content.first)),
         facts="<br>".join(escape(text) for text in (content.facts, content.origin) if text),
         figures="".join(map(_figure, drawings_of(content))),
         tables="".join(map(_table, content.tables)),
     )
     return page.encode()
-
-
-def _source(source: Source) -> str:
-    """The lines of a file; the one at fault is marked."""
-    width = len(str(max(source.lines)))
-    lines = [
-        f"<{tag}>{number:{width}}  {escape(text)}</{tag}>"
-        for number, text in source.lines.items()
-        for tag in ["mark" if number == source.number else "span"]
-    ]
-    title = escape(shown(source.title))
-    return f'<p class="dim">{title}</p>\n<pre>{chr(10).join(lines)}</pre>\n'
 
 
 def _figure(drawing: Drawing) -> str:
