@@ -51,6 +51,7 @@ ALLOWED = {
     "_generator",  # of that
     "_checks",  # modules of ours that every package uses
     "_atomic",
+    "_notebook",
 }
 
 
