@@ -1,17 +1,19 @@
 """Fixtures for all tests."""
 
+import gc
 import os
 import re
 import signal
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from tests.support import chosen, programs
-from tests.support.ranks import seed_frameworks
+from tests.support.ranks import ON_TORCH, seed_frameworks
 
 ROOT = Path(__file__).parent.parent
 
@@ -55,6 +57,17 @@ def pytest_collection_modifyitems(config, items):
         left_out = chosen.left_out(items)
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish():
+    """Leave what is imported by now out of the collections of garbage, which many tests ask for.
+
+    PyTorch's compiler is imported in an optimizer's first step, and is most of it.
+    """
+    if ON_TORCH:
+        import_module("torch._dynamo")
+    gc.collect()
+    gc.freeze()
 
 
 KILLED_IN_ITS_SECOND_SAVE = """

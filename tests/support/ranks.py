@@ -1,6 +1,7 @@
 """Processes in one group over the loopback, which run many cases."""
 
 import contextlib
+import gc
 import importlib.util
 import json
 import multiprocessing
@@ -115,6 +116,7 @@ JOIN = {"torch": _join_by_gloo, "paddle": _join_by_paddle}.get(
 
 def _serve(rank, ports, options, connection):
     """One rank: run each function that comes, and send back what it returns or raises."""
+    gc.freeze()  # else each collection looks at all that was imported, and copies it
     JOIN(rank, ports, **options)
     connection.send("joined")
     while True:

@@ -126,15 +126,6 @@ def leftovers():
 CLEAN = (0, False, False, False, 0)
 
 
-@pytest.fixture(autouse=True)
-def few_objects():
-    """Let ``gc.collect`` pass over PyTorch's own objects, which takes as long as a training."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.mark.parametrize("with_scaler", [False, True], ids=["loop", "scaler"])
 @pytest.mark.parametrize("way", WAYS)
 def test_an_error_wherever_we_are_called_changes_no_bit(way, with_scaler, tmp_path, capfd):
