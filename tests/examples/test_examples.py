@@ -14,7 +14,7 @@ import pytest
 from tests.support import programs
 
 # Keras' script differs by the backend in its own loop alone, as tests/keras/test_loops.py does.
-pytestmark = pytest.mark.one_backend
+pytestmark = [pytest.mark.one_backend]
 
 FRAMEWORK = os.environ.get("GRADSCALER_FRAMEWORK", "torch")
 SCRIPT = Path(__file__).parents[2] / "examples" / f"{FRAMEWORK}_digits.py"
@@ -54,7 +54,7 @@ elif FRAMEWORK != "mindspore":
     from tests.support.keras_like import numpy
 
 if "torch" in (FRAMEWORK, os.environ.get("KERAS_BACKEND")):
-    pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
+    pytestmark.append(pytest.mark.usefixtures("own_random_numbers_and_one_thread"))
 
 
 def content(path):

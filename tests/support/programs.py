@@ -1,13 +1,14 @@
-"""Runs Python programs that train with PyTorch, without an import of PyTorch for each.
+"""Runs Python programs that train, without an import of the framework for each.
 
-A process of its own takes most of its time to import PyTorch and, in an optimizer's first step, its
-compiler. So one process imports both, and each program runs in a fork of it. The fork has the
-program's arguments, folder, variables and streams, and ends as an interpreter does: with exit
-handlers, and with the status of an exception or of a signal. PyTorch is no module of its until it
-imports it, which then takes no time.
+A process of its own takes most of its time to import the framework and, in the first step of an
+optimizer of PyTorch, its compiler. So one process imports both, and each program runs in a fork of
+it. The fork has the program's arguments, folder, variables and streams, and ends as an interpreter
+does: with exit handlers, and with the status of an exception or of a signal. PyTorch is no module
+of its until it imports it, which then takes no time. Other frameworks are modules from its start,
+so a program that is watched from their import needs a process of its own (``scripts``).
 
-What depends on other modules that PyTorch imports, or on variables that it reads meanwhile, needs a
-process of its own. So do programs of other frameworks, and each gets one.
+So does what depends on other modules that a framework imports, or on variables that it reads
+meanwhile.
 """
 
 from __future__ import annotations
@@ -30,11 +31,10 @@ from tests.support.ranks import FRAMEWORK, free_ports
 
 SECONDS = 600.0  # for a program, on a busy machine
 
-SERVER = """
-import gc, json, os, runpy, sys, types, warnings
-from importlib.machinery import ModuleSpec
-usual = warnings.filters[:]
-import torch, torch._dynamo
+IMPORTED = {"torch": ["torch", "torch._dynamo"], "jax": ["jax", "optax"]}.get(
+    FRAMEWORK, [FRAMEWORK]
+)
+HIDE_TORCH = """
 spec = torch.__spec__
 hidden = {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] == "torch"}
 class Finder:
@@ -48,26 +48,39 @@ class Finder:
         sys.modules.update(hidden)
         sys.meta_path.remove(self)
 sys.meta_path.insert(0, Finder())
+"""
+SERVER = f"""
+import gc, json, os, runpy, sys, types, warnings
+from importlib.machinery import ModuleSpec
+usual = warnings.filters[:]
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # a framework may print at its import
+import {", ".join(IMPORTED)}
+{HIDE_TORCH if FRAMEWORK == "torch" else ""}
 gc.freeze()  # else a fork copies what its collector touches
 for requests in map(json.loads, sys.stdin):
     forks = []
     for request in requests:
-        forks.append(os.fork())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # JAX warns that its threads do not survive
+            forks.append(os.fork())
         if not forks[-1]:
             break
     else:
-        print(*(os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) for fork in forks), flush=True)
+        statuses = (os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) for fork in forks)
+        print(*statuses, file=answers, flush=True)
         continue
     break
 else:
     sys.exit()
+answers.close()
 for number, path in enumerate([os.devnull, *request["streams"]]):
     os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), number)
 os.chdir(request["folder"])
 os.environ.clear()
 os.environ.update(request["variables"])
 sys.stdout.reconfigure(line_buffering="PYTHONUNBUFFERED" in os.environ)
-if request["is_strict"]:  # before the usual filters, and after PyTorch's, as by -W error
+if request["is_strict"]:  # before the usual filters, and after the framework's, as by -W error
     sys.warnoptions.append("error")
     warnings.filters[:] = [each for each in warnings.filters if each not in usual]
     warnings.simplefilter("error", append=True)
@@ -90,7 +103,7 @@ else:
 
 @cache
 def _server() -> Any:
-    """The process that has imported PyTorch."""
+    """The process that has imported the framework."""
     server = subprocess.Popen(
         [sys.executable, "-c", SERVER],
         stdin=subprocess.PIPE,
@@ -125,12 +138,6 @@ def run(
         is_one_stream: stderr goes where stdout does.
     """
     own = os.environ if env is None else env
-    if FRAMEWORK != "torch":
-        line = [sys.executable, *["-W", "error"] * is_strict, *map(str, command)]
-        error = subprocess.STDOUT if is_one_stream else subprocess.PIPE
-        return subprocess.run(
-            line, cwd=cwd, env=own, text=True, stdout=subprocess.PIPE, stderr=error, check=False
-        )
     (done,) = _run(command, cwd, [own], is_strict, is_one_stream)
     return done
 
