@@ -14,6 +14,7 @@ from gradscaler import AmaxScale, AmaxState, DynamicScale, FixedScale, ScaleStat
 from gradscaler._formats.layouts import OF_OWN_STATE, own_state_of, policies_with_own_state
 from gradscaler.checkpoint import FORMATS, convert, detect, read, write
 from gradscaler.policies import OwnPolicy
+from tests.support.chosen import examples
 from tests.support.own_policy import Proven
 
 TORCH = {
@@ -435,7 +436,7 @@ def has_place(name, policy, state):
     )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(journeys())
 def test_a_run_that_moves_continues_by_its_rule_with_the_conventions_of_where_it_is(journey):
     policy, stages = journey
@@ -457,7 +458,7 @@ def test_a_run_that_moves_continues_by_its_rule_with_the_conventions_of_where_it
             assert moved == expected
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     policy=st.builds(
         DynamicScale,

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from gradscaler.__main__ import main
 from gradscaler.checkpoint import _pickles
+from tests.support.chosen import examples
 
 
 @pytest.fixture(autouse=True)
@@ -327,7 +328,7 @@ def check_plain(value):
             assert type(part) in (int, float, bool, str, type(None), dict)
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(data=st.one_of(PROGRAMS, damaged(), st.binary(max_size=40)))
 @example(data=b"\x8d" + b"\xff" * 8)  # a length beyond any file
 @example(data=b"c\\\x00\n")  # an escape that Python warns of
@@ -348,7 +349,7 @@ CHECKPOINT = pickle.dumps(
 )
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_bytes_in_a_checkpoint_are_converted_or_refused_in_one_line(data, tmp_path, calls):
     """The program stands where the model was, or bytes are changed anywhere."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gradscaler import DynamicScale, FixedScale
 from gradscaler.policies.state import host_where
 from tests.support.amax import INF, NAN, TRACE, as_bits, policy
+from tests.support.chosen import examples
 from tests.support.eager import library
 
 WAYS = {
@@ -73,7 +74,7 @@ def test_the_state_is_what_the_policy_makes_of_the_gradients(prepare, interval, 
 
 
 @settings(
-    max_examples=25,
+    max_examples=examples(25),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.chosen import examples
 from tests.support.eager import library
 from tests.support.eager.base import SHAPES, normal
 
@@ -146,7 +147,7 @@ def test_unscaling_twice_after_clipping_is_refused(norm_type, ours, finite):
 
 
 @settings(
-    max_examples=40,
+    max_examples=examples(40),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(

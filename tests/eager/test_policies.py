@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from gradscaler import DynamicScale, FixedScale
 from gradscaler.policies._checks import LARGEST_SCALE
 from gradscaler.policies._presets import Presets
+from tests.support.chosen import examples
 from tests.support.eager import library
 
 PRESETS = {name: getattr(DynamicScale, name)() for name in vars(Presets) if "__" not in name}
@@ -23,7 +24,7 @@ def test_a_scaler_has_the_defaults_of_its_preset_so_that_a_policy_may_stand_besi
 
 
 @settings(
-    max_examples=25,
+    max_examples=examples(25),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(

@@ -15,6 +15,7 @@ from gradscaler import AmaxState, DynamicScale, ScaleState
 from gradscaler.errors import ParameterError
 from gradscaler.jax import GradScaler, all_finite, amax, loss_scaled
 from tests.support.amax import INF, NAN, TRACE, as_bits, policy
+from tests.support.chosen import examples
 
 
 def weights():
@@ -69,7 +70,7 @@ def test_the_state_is_what_the_policy_makes_of_the_gradients(step, interval, jit
     assert followed(jax.jit(step) if jit else step, rule, TRACE).state.peak > 0
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     rule=st.sampled_from([policy(), policy(margin=3, patience=3), policy(amax_interval=3)]),
     trace=st.lists(

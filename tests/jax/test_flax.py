@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gradscaler.jax as ours
+from tests.support.chosen import examples
 
 MODULES = {"ours": ours, "flax": flax}
 SHARDS = np.arange(8.0, dtype=np.float32)
@@ -34,7 +35,7 @@ def product(weight, x):
     return weight * x
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     options=st.fixed_dictionaries(
         {

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jmp._src import loss_scale
 
 import gradscaler.jax as ours
+from tests.support.chosen import examples
 
 CLASSES = ["NoOpLossScale", "StaticLossScale", "DynamicLossScale"]
 
@@ -71,7 +72,7 @@ def test_defaults_are_jmp_s():
 
 
 # Outside jit, where jmp keeps its floor.
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     start=st.sampled_from([1.0, 10.0, 2.0**15, 3e38]),
     period=st.integers(1, 4),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from gradscaler import DynamicScale, FixedScale
 from gradscaler.jax import GradScaler, loss_scaled, master_weights
+from tests.support.chosen import examples
 
 POLICY = DynamicScale(init_scale=2.0**10, growth_interval=3)
 OPTIMIZERS = {
@@ -55,7 +56,7 @@ def pairs(*trees):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.some(5, "the wrapper calls each in one way")
-@settings(max_examples=4)
+@settings(max_examples=examples(4))
 @given(overflows=st.lists(st.booleans(), min_size=6, max_size=6))
 def test_it_steps_like_the_bare_optimizer_and_skips_what_overflows(name, overflows, exact):
     bare, theirs, inner = start(OPTIMIZERS[name]())

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from gradscaler import DynamicScale, FixedScale
 from gradscaler.jax import GradScaler
+from tests.support.chosen import examples
 
 LIMIT = 15  # 2.0**15 is the largest power of two in float16
 
@@ -30,7 +31,7 @@ def scaler_at(exponent, **options):
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(start=st.integers(10, 24), retries=st.integers(0, 5), magnitude=st.integers(0, 3))
 def test_it_is_the_steps_of_a_loop_on_the_host(jit, start, retries, magnitude, exact):
     scaler, x = scaler_at(start), jnp.float32(2.0**magnitude)

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gradscaler import AmaxScale, DynamicScale, FixedScale, ScaleState
 from gradscaler.jax import GradScaler, all_finite, loss_scaled, select_tree
 from gradscaler.policies._checks import LARGEST_SCALE, SMALLEST_SCALE
+from tests.support.chosen import examples
 
 INF = float("inf")
 POLICIES = st.builds(
@@ -58,7 +59,7 @@ def scan(policy, found_infs):
     return jax.lax.scan(step, GradScaler(policy), found_infs)[1]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(policy=POLICIES, found_infs=st.lists(st.booleans(), min_size=12, max_size=12))
 def test_the_trace_has_the_bits_of_the_policy_on_the_host(policy, found_infs):
     states = scan(policy, jnp.array(found_infs))
@@ -137,7 +138,7 @@ def test_a_loss_in_float16_does_not_overflow_when_it_is_scaled():
     assert GradScaler().scale(jnp.array(4.0, jnp.float16)) == 2.0**18
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(exponent=st.integers(-20, 40), data=st.lists(st.floats(-(2.0**60), 2.0**60, width=32)))
 def test_scaling_and_unscaling_by_a_power_of_two_change_no_bit(exponent, data):
     values = np.array(data, np.float32)

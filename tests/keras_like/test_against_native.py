@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support import keras_like
+from tests.support.chosen import examples
 from tests.support.keras_like import (
     BACKEND,
     FINITE,
@@ -76,7 +77,7 @@ def test_every_step_leaves_the_same_bits(inner, family, compiled):
 
 
 @settings(
-    max_examples=10,
+    max_examples=examples(10),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(

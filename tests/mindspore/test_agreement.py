@@ -13,6 +13,7 @@ from gradscaler.mindspore import (
     DynamicLossScaler,
     DynamicLossScaleUpdateCell,
 )
+from tests.support.chosen import examples
 
 POLICIES = {
     "parameters": (2.0**10, 3, 2),
@@ -45,7 +46,7 @@ def test_all_three_move_the_scale_as_the_policy_does(mode, policy):
     @given(overflows=st.lists(st.booleans(), max_size=15))
     @example([False, False, True, False, False, False, False, True, True])
     @example([True, True, False, True, False, False, False, True, True, True])
-    @settings(max_examples=10)
+    @settings(max_examples=examples(10))
     def compare(overflows):
         for parameter, value in zip(owned, initial, strict=True):
             parameter.set_data(Tensor(value))

@@ -12,6 +12,7 @@ import gradscaler.mindspore as ours
 from gradscaler import DynamicScale
 from gradscaler.mindspore import _operations
 from tests.support.amax import INF, NAN, TRACE, policy
+from tests.support.chosen import examples
 
 MISSING = "policy needs the largest gradient"
 
@@ -72,7 +73,7 @@ def test_any_trace_gives_the_bits_of_the_host(mode, rule, compiled):
 
     adjust = jitted if compiled else scaler.adjust
 
-    @settings(max_examples=12)
+    @settings(max_examples=examples(12))
     @given(
         trace=st.lists(
             st.tuples(

@@ -8,6 +8,7 @@ from mindspore import Parameter, Tensor, nn, ops
 
 import gradscaler.mindspore as ours
 from gradscaler import DynamicScale
+from tests.support.chosen import examples
 
 TRACES = st.lists(st.booleans(), max_size=20)
 
@@ -47,7 +48,7 @@ def test_the_dynamic_cell_goes_through_every_trace_as_mindspores_does(mode, scal
     ]
 
     @given(overflows=TRACES)
-    @settings(max_examples=10)
+    @settings(max_examples=examples(10))
     def compare(overflows):
         mine, native = map(rewound, steps)
         for overflow in map(Tensor, overflows):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import gradscaler.mindspore as ours
 from gradscaler import DynamicScale
+from tests.support.chosen import examples
 
 TRACES = st.lists(st.booleans(), max_size=60)
 STATE = ("loss_scale", "cur_iter", "last_overflow_iter", "bad_step", "bad_step_max")
@@ -56,7 +57,7 @@ def after(manager, overflows):
     scale_factor=st.sampled_from([2, 4, 2.0]),
     scale_window=st.integers(1, 5),
 )
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_the_dynamic_manager_goes_through_every_trace_as_mindspores_does(
     overflows, init_loss_scale, scale_factor, scale_window
 ):
@@ -71,7 +72,7 @@ def test_the_dynamic_manager_goes_through_every_trace_as_mindspores_does(
 
 
 @given(overflows=TRACES, changes=st.lists(st.integers(1, 6), min_size=60, max_size=60))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_a_window_changed_on_the_way_counts_as_mindspores_does(overflows, changes):
     manager = ours.DynamicLossScaleManager(2**10, 2, 3)
     native = mindspore.amp.DynamicLossScaleManager(2**10, 2, 3)
@@ -144,7 +145,7 @@ def test_overflows_past_bad_step_max_are_an_error_and_change_nothing(limit):
 
 @pytest.mark.parametrize("twin", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 @given(first=TRACES, then=TRACES)
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_a_copy_goes_on_where_the_manager_was(twin, first, then):
     policy = DynamicScale(64.0, growth_interval=3, hysteresis=2, min_scale=1.0)
     manager = after(ours.DynamicLossScaleManager(policy=policy), first)
@@ -152,7 +153,7 @@ def test_a_copy_goes_on_where_the_manager_was(twin, first, then):
 
 
 @given(overflows=TRACES)
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_the_attributes_are_all_that_a_checkpoint_needs(overflows):
     manager, restored = (ours.DynamicLossScaleManager(2**10, 2, 3) for _ in range(2))
     after(manager, overflows)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mindspore import Tensor, amp, jit_class
 
 import gradscaler.mindspore as ours
+from tests.support.chosen import examples
 
 INF = float("inf")
 TRACES = st.lists(st.booleans(), max_size=20)
@@ -53,7 +54,7 @@ def test_the_dynamic_scaler_goes_through_every_trace_as_mindspores_does(
     adjusts = [compile_adjust(scaler) if compiled else scaler.adjust for scaler in scalers]
 
     @given(trace=TRACES)
-    @settings(max_examples=8)
+    @settings(max_examples=examples(8))
     def compare(trace):
         mine, native = (rewound(scaler, scale) for scaler in scalers)
         for grads_finite in map(Tensor, trace):
@@ -131,7 +132,7 @@ STATIC = ours.StaticLossScaler(1.0)
 
 @pytest.mark.parametrize("dtype", [mindspore.float16, mindspore.bfloat16])
 @given(value=st.floats(-4, 4, width=16), scale=st.floats(1, 2**20, width=32))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_halves_are_unscaled_in_float32_and_rounded_once(dtype, value, scale):
     STATIC.scale_value.set_data(Tensor(scale, mindspore.float32))
     value = values_in(dtype, value)

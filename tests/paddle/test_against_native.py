@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from paddle.utils import unique_name
 
 from gradscaler.paddle import GradScaler
+from tests.support.chosen import examples
 from tests.support.eager import library
 from tests.support.eager.traces import SHAPES, Turn, loss, turns
 
@@ -63,7 +64,7 @@ RULES = st.fixed_dictionaries(
 TURNS = turns(PaddleTurn, minimize=st.booleans(), set_to_zero=st.booleans())
 COMPLETE_TURNS = TURNS.map(lambda turn: replace(turn, left_out=None))
 on_the_stand_in = settings(
-    max_examples=12,
+    max_examples=examples(12),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gradscaler import AmaxScale, AmaxState
+from tests.support.chosen import examples
 
 LARGEST_FP16 = 65504.0
 SMALLEST_NORMAL = 2.0**-126
@@ -124,7 +125,7 @@ traces = st.lists(st.tuples(st.sampled_from([False, False, False, True]), sizes)
 WIDE = AmaxScale(2.0**13, margin=8)  # its first gradient of 1 has a reach above the floor
 
 
-@settings(max_examples=800)
+@settings(max_examples=examples(800))
 @given(policies, traces)
 @example(WIDE, [(False, 1.0), (True, None), (False, 2.0)])
 @example(WIDE, [(False, 1.0), (True, None), (False, 3.0)])

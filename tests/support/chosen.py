@@ -14,6 +14,8 @@ Two other marks leave out a test, or run it on one of Keras' backends::
     @pytest.mark.rare("what stays and fails on the same faults")
     @pytest.mark.one_backend
 
+Of Hypothesis' examples a third run, where a test says ``max_examples=examples(30)``.
+
 The same cases run each day, so that a change alone makes a test fail. Which lines are interrupted
 changes with the day. A run prints its seed, and ``GRADSCALER_SEED`` repeats it.
 """
@@ -46,6 +48,14 @@ def sample(values: Sequence[T], size: int) -> list[T]:
     if IS_ALL or len(values) <= size:
         return list(values)
     return [values[i] for i in sorted(Random(f"{SEED} {_RUN}").sample(range(len(values)), size))]
+
+
+def examples(number: int) -> int:
+    """How many examples of Hypothesis run of so many: a third, as of those that name no number.
+
+    At least four, as the first is the simplest one, such as an empty list.
+    """
+    return number if IS_ALL else max(number // 3, min(number, 4))
 
 
 def covering(cases: Sequence[Mapping[str, int]], strength: int) -> list[int]:

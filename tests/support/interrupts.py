@@ -8,8 +8,8 @@ from itertools import count
 
 from tests.support.chosen import sample
 
-# The trainings that interrupt one call try some 100 of its 200 lines in a day.
-PLACES_A_DAY = 10
+# The trainings that interrupt one call try some 50 of its 200 lines in a day.
+PLACES_A_DAY = 4
 
 
 @contextmanager

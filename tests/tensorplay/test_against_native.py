@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from gradscaler import FixedScale
 from gradscaler.tensorplay import GradScaler
+from tests.support.chosen import examples
 from tests.support.eager.traces import PAIRED_TRACES, TRACES, NativeSide, rules, run, run_by_rule
 
 PAIRS = [
@@ -17,7 +18,7 @@ PAIRS = [
     ("fused-SGD", "loop-RMSprop"),
     ("fused-Adagrad", "Muon"),
 ]
-EXAMPLES = settings(max_examples=6)
+EXAMPLES = settings(max_examples=examples(6))
 
 
 RULES = rules(largest_scale=2.0**100)  # clear of the bounds, which TensorPlay's scaler lacks
@@ -50,13 +51,13 @@ def test_a_fixed_scale_goes_as_tensorplay_s_that_is_set_again_each_time(kind, sc
     run([kind], trace, ours, tp.amp.GradScaler("cpu", init_scale=scale), FixedNativeSide)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(rule=RULES, trace=TRACES, exchange=st.sets(st.integers(0, 7)))
 def test_state_dicts_exchanged_on_the_way_change_nothing(rule, trace, exchange, kinds):
     run_by_rule([kinds["loop-Adam"]], rule, trace, exchange=exchange)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     scale=st.floats(2.0**-100, 2.0**100, width=32),
     growth=st.floats(1.125, 64.0, width=32),

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gradscaler.torch import GradScaler
+from tests.support.chosen import examples
 from tests.support.eager import library
 from tests.support.eager.traces import PAIRED_TRACES, TRACES, TorchTurn, rules, run_by_rule
 
@@ -37,14 +38,14 @@ PAIRS = [
 RULES = rules(largest_scale=2.0**126)
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(rule=RULES, trace=TRACES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_optimizer_goes_as_with_torch(kind, rule, trace):
     run_by_rule([KINDS[kind]], rule, trace)
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(rule=RULES, trace=PAIRED_TRACES)
 @pytest.mark.parametrize("kinds", PAIRS, ids=" and ".join)
 def test_two_optimizers_go_as_with_torch(kinds, rule, trace):
@@ -52,7 +53,7 @@ def test_two_optimizers_go_as_with_torch(kinds, rule, trace):
 
 
 @settings(
-    max_examples=8,
+    max_examples=examples(8),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(rule=RULES, trace=TRACES)
@@ -61,7 +62,7 @@ def test_the_code_for_accelerators_goes_as_torch_too(kind, rule, trace, off_the_
     run_by_rule([KINDS[kind]], rule, trace)
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(rule=RULES, trace=TRACES, exchange=st.sets(st.integers(0, 7)))
 def test_state_dicts_exchanged_on_the_way_change_nothing(rule, trace, exchange):
     run_by_rule([KINDS["foreach-Adam"]], rule, trace, exchange=exchange)
@@ -117,7 +118,7 @@ class AnyOrder:
         return library.exact(self.scaler.state_dict()), stepped
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(calls=st.lists(CALLS, max_size=25))
 def test_calls_in_any_order_go_or_raise_as_with_torch(calls):
     ours, native = (

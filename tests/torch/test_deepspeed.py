@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from gradscaler.torch import deepspeed as gradscalers
 from gradscaler.torch.deepspeed import DynamicLossScaler, LossScaler, LossScalerBase
+from tests.support.chosen import examples
 
 STAND_INS = {
     "deepspeed": {"comm": SimpleNamespace(get_rank=lambda: 1)},
@@ -98,7 +99,7 @@ def step_together(scalers, overflow):
     return bool(raised)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(rule=rules(), trace=traces)
 def test_every_step_leaves_the_attributes_of_deepspeed_s_own_scaler(deepspeed, rule, trace):
     ours, theirs = DynamicLossScaler(**rule), deepspeed.DynamicLossScaler(**rule)

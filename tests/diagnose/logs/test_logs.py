@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from gradscaler.__main__ import main
 from gradscaler.diagnose import _logs
 from gradscaler.diagnose._logs.lines import PATTERNS
+from tests.support.chosen import examples
 from tests.support.reports import printed
 
 pytest.importorskip("rich", reason="the terminal is written to with it")
@@ -499,7 +500,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.text(max_size=9) | PIECES | st.floats().map(str), max_size=40).map("".join))
 @example("loss: 1e999 step 1\n" * 9)
 @example("step=999999999999999999999999, skipped=0, lr=[1]\nstep 9 loss 1\n")

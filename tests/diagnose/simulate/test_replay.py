@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from gradscaler import AmaxScale, DynamicScale, FixedScale
 from gradscaler.diagnose.simulate import Replay, Spike, Trace, replay
+from tests.support.chosen import examples
 
 
 def trace_of(gradients):
@@ -22,7 +23,7 @@ def trace_of(gradients):
 
 @pytest.mark.parametrize("policy", [DynamicScale(2.0**20, growth_interval=3), FixedScale(2.0**12)])
 @given(st.lists(st.floats(2.0**-20, 2.0**10), min_size=1, max_size=30))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_a_step_is_skipped_exactly_where_float16_overflows(policy, sizes):
     found = replay(policy, Trace(sizes))
     state = policy.init()
