@@ -236,12 +236,12 @@ _STOPPED = {  # why an optimizer finds no gradient any more, and what to do
 @detector(Phase.MISUSE)
 def stopped(evidence: Evidence) -> Finding | None:
     """Steps without a gradient at the end of a run that had made others."""
-    last = evidence.past[-1].step if evidence.past else 0
+    last = str(evidence.past[-1].step) if evidence.past else ""
     stops = (
         (why, count)
         for where, count in evidence.events.places(Event.STOPPED).items()
         for step, _, why in [where.partition(" ")]
-        if step == str(last)
+        if step == last
     )
     why, count = next(stops, ("", 0))
     if not count:

@@ -1,0 +1,818 @@
+"""Each threshold of a finding at both of its sides, by evidence without a training.
+
+A case is what is told, evidence that it is told of, and evidence at the other side of a threshold,
+of which its first words are not told. Other words, and what a finding holds else, follow " ... ".
+"""
+
+import math
+from dataclasses import replace
+from importlib import import_module
+from itertools import chain
+from operator import eq
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from gradscaler import NonfiniteGradient
+from gradscaler.diagnose import Located, _findings
+from gradscaler.diagnose._findings import judge
+from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._findings.frameworks import framework_named
+from gradscaler.diagnose._record import thresholds
+from gradscaler.diagnose._record.events import Events
+from gradscaler.diagnose._record.lines import (
+    BadStep,
+    Bins,
+    Optimizers,
+    ParameterSample,
+    Sample,
+    Shares,
+    Skip,
+)
+from gradscaler.diagnose._record.step import Before, Step
+
+NAN = NonfiniteGradient("fc.weight", (2,), "float32", 0, 2, 1.0)
+INF = NonfiniteGradient("fc.weight", (2,), "float32", 2, 0, 1.0)
+LOG = Located(None, "forward", "", "float32", 1, 0, 8, 1.0, 255.0, operation="log", line="a.py:7")
+
+
+CALLS = "step", "backward", "clip", "eval", "schedule", "optimizer"
+LINES = Optimizers(lines={call: f"{call}.py:7" for call in CALLS})
+
+
+def counted(steps, more=None, **counts):
+    """Steps, and what was counted of calls or seen in samples."""
+    known = {"optimizers": LINES, **(more or {})}
+    return Evidence(steps, 0, events=Events().after(counts), **known)
+
+
+def with_losses(losses, **more):
+    """Steps that were applied."""
+    past = tuple(Step(n, 1.0, skipped=False, loss=loss) for n, loss in enumerate(losses, 1))
+    known = {"steps": len(past), "skipped": 0, "past": past, "first": past[0]}
+    return Evidence(**{**known, **more})
+
+
+def skipping(steps, skipped, loss=math.inf, scale=1024.0, **more):
+    """Steps, some of which were skipped, by their numbers."""
+    past = tuple(Step(n, scale, n in skipped, loss if n in skipped else 1.0) for n in steps)
+    count = len(skipped) * (not math.isfinite(loss))
+    known = {"past": past, "bad_and_skipped": count, "scale": scale, **more}
+    return Evidence(len(past), len(skipped), **known)
+
+
+def sampled(step=50, scale=1.0, **more):
+    return Sample(step, scale, (), step, (), **more)
+
+
+def gradients(zero, first=-9, flushed=0.0):
+    """A parameter's, the exponent of which is known, if not all are 0."""
+    return ParameterSample(zero, flushed, 0.0, 0.0, Bins(first, (9,) * (zero < 1)))
+
+
+def shares(zero=0.0, flushed=0.0, subnormal=0.0):
+    return Shares(zero, flushed, subnormal, 1 - zero - flushed - subnormal, 0.0, 0.0)
+
+
+def of_calls():
+    def following(count, power=1.0, ratio=2.0):
+        scales = [2.0**40 / ratio**n for n in range(count)]
+        past = [Step(n, scale, True, scale**power) for n, scale in enumerate(scales, 1)]
+        return Evidence(100, count, past=tuple(past), scale=scales[-1])
+
+    def recorded(beyond, of, samples=2, scale=1024.0):
+        found = {f"w{n}": gradients(0.0, first=10 if n < beyond else -20) for n in range(of)}
+        sample = sampled(scale=scale, norm=1.0, largest=1024.0, parameters=found)
+        return Evidence(50, 0, measured=(sample,) * samples, framework=framework_named("jax", {}))
+
+    def clipped(*norms, scale=512.0, largest=None):
+        seen = [sampled(scale=scale, norm=each / scale, largest=largest) for each in norms]
+        return Evidence(50, 0, measured=tuple(seen), optimizers=LINES)
+
+    def resumed(ratio, loss=1.0):
+        before, first = Before(1024.0, 3.0, 1.0), Step(9, 1024.0 * ratio, skipped=False, loss=loss)
+        return Evidence(9, 0, before=before, first=first)
+
+    def in_single(steps, dtype="float32", **more):
+        return Evidence(steps, 0, scale=1.0, backward=frozenset({dtype}), **more)
+
+    overflowed = {"first": Step(1, 2.0**16, skipped=True)}
+    fine = {"first": Step(1, 2.0**16, skipped=False)}
+    return [
+        ("called 5 times beside ... count=5", [counted(9, repeated=5)], [counted(9, repeated=4)]),
+        (
+            "5 forward passes computed in float16 ... count=5",
+            [counted(0, disabled=5)],
+            [counted(0, disabled=4), counted(1, disabled=5)],
+        ),
+        (
+            "added scaled gradients to the unscaled ones that ... a sum of unlike parts ... each "
+            "step at step.py:7; with micro-batches, call step(optimizer) and update() once ... "
+            "where=None, line='step.py:7', steps=(), count=5",
+            [counted(20, unzeroed=5), counted(20, {"scale": 1.0}, unzeroed=5)],
+            [counted(21, unzeroed=5), counted(20, {"scale": 1.0, "min_scale": 1.0}, unzeroed=5)],
+        ),
+        (
+            "added to the gradients (those of fc) that ... the sum of all ... (for fc) at "
+            "step.py:7; with micro-batches, call optimizer.step() once ... where='fc'",
+            [counted(20, {"has_scaler": False}, **{"unzeroed": 5, "unzeroed fc": 5})],
+            [],
+        ),
+        (
+            "The loss falls with the loss scale ... steps=(1, 5), count=5",
+            [following(5), following(5, power=1.25), following(5, ratio=1.35)],
+            [following(4), following(5, power=1.35), following(5, ratio=1.25)],
+        ),
+        (
+            "most of the recorded gradients, of up to 1024 ... steps=(50, 50), count=2, "
+            "is_certain=False",
+            [recorded(3, of=5)],
+            [recorded(1, of=2), recorded(3, of=5, samples=1), recorded(3, of=5, scale=1.0)],
+        ),
+        (
+            "before clip_grad_norm_ at clip.py:7 ... line='clip.py:7'",
+            [clipped(1.0, 1 + 1.9e-5)],
+            [clipped(1.0, 1 + 22e-6)],
+        ),
+        ("The norm of the gradients is 1000", [clipped(1000.0)], [clipped(1000.0, scale=10.0)]),
+        ("The norm of the gradients is 1200", [], [clipped(1200.0)]),
+        (
+            "The largest magnitude of the gradients is 512",
+            [],
+            [clipped(1.234, 5.678), clipped(1.234, largest=1.0)],
+        ),
+        (
+            "The largest magnitude of the gradients is 510 in ... before clip_grad_value_ at "
+            "clip.py:7",
+            [clipped(1.234, 5.678, largest=510 / 512)],
+            [],
+        ),
+        (
+            "called 5 times after unscale_(optimizer) without a step, ... count=5",
+            [
+                counted(15, unstepped=5),
+                counted(0, unstepped=5),
+                counted(15, unstepped=6, left_out=1),
+            ],
+            [
+                counted(16, unstepped=5),
+                counted(0, unstepped=4),
+                counted(15, unstepped=5, left_out=1),
+            ],
+        ),
+        (
+            "after the step of each of several optimizers",
+            [counted(20, unscaled=5), counted(20, switched=18), counted(5, switched=5)],
+            [
+                counted(21, unscaled=5),
+                counted(4, unscaled=4),
+                counted(20, switched=17),
+                counted(4, switched=4),
+            ],
+        ),
+        (
+            "no loss was given to scale() ... loss.backward() at backward.py:7. ... "
+            "line='backward.py:7', steps=(), count=",
+            [counted(20, lossless=18), counted(5, lossless=5)],
+            [counted(20, lossless=17), counted(4, lossless=4)],
+        ),
+        (
+            "The run before ended at a loss scale of 1024 ... in step 9 ... steps=(9,)",
+            [resumed(4.0), resumed(0.25), resumed(4.0, 1.9), resumed(4.0, 0.1)],
+            [resumed(3.5), resumed(1 / 3.5), resumed(4.0, 2.1), resumed(4.0, -0.1)],
+        ),
+        (
+            "overflows in its first step",
+            [counted(9, overflowed, resumed=1)],
+            [counted(9, fine, resumed=1), counted(9, overflowed)],
+        ),
+        (
+            "the model was in evaluation mode ... (it is called at eval.py:7) ... "
+            "line='eval.py:7', steps=(), count=5, is_certain=False",
+            [counted(20, evaluating=5), counted(5, evaluating=5)],
+            [counted(21, evaluating=5), counted(4, evaluating=4)],
+        ),
+        (
+            "60% of the 16-bit parameters did not move ... is_certain=False",
+            [Evidence(50, 0, unmoved=(0.1, 0.5, 0.6))],
+            [Evidence(50, 0, unmoved=each) for each in ((0.6, 0.45), (0.45, 0.6))],
+        ),
+        (
+            "computes in float32 and nothing in float16, so loss scaling has nothing ... "
+            "is_certain=False",
+            [in_single(31)],
+            [in_single(30), in_single(31, min_scale=1.0), in_single(31, "bfloat16")],
+        ),
+        (
+            "In 1 of 9 steps, the backward pass of a scaled loss came ... count=1",
+            [counted(9, mixed=1)],
+            [counted(9)],
+        ),
+    ]
+
+
+def of_gradient_values():
+    def behind_relu(loss):
+        found = sampled(loss=loss, shares=shares(1.0), parameters={"a.weight": gradients(1.0)})
+        return with_losses([1.0] * 9, sample=found, cut={"a.weight": "relu"}, has_scaler=False)
+
+    def zeros(zero, scale=2.0**16, **more):
+        found = {"a.w": gradients(1.0), "b.w": gradients(1.0), "c.w": gradients(zero)}
+        return Evidence(
+            50, 0, sample=sampled(scale=scale, shares=shares(zero), parameters=found), **more
+        )
+
+    def unfed(steps, bias=0.85, weight=1.0, name="a.bias"):
+        found = {"a.weight": gradients(weight), name: gradients(bias)}
+        seen = [sampled(step, norm=1.0, parameters=found) for step in steps]
+        return Evidence(50, 0, measured=tuple(seen))
+
+    def small(lost, first=-20, scale=1.0, **more):
+        found = sampled(scale=scale, shares=lost, histogram=Bins(first, (1,)))
+        return Evidence(50, 0, sample=found, **more)
+
+    def none_left(absorbed, scale=1.0, loss=1.0):
+        found = sampled(scale=scale, loss=loss, shares=shares(1.0), histogram=Bins(0, ()))
+        return counted(50, {"sample": found}, absorbed=absorbed)
+
+    def far_apart(loss):
+        found = {"a": gradients(0.0, first=10), "b": gradients(0.0, first=-40)}
+        seen = sampled(
+            scale=1.0, loss=loss, shares=shares(), parameters=found, histogram=Bins(-40, (9,) * 51)
+        )
+        return Evidence(50, 0, sample=seen, sizes=(seen,))
+
+    in_time, too_early = (10, 11, 12, 13), (9, 10, 11, 12)
+    return [
+        (
+            "1 of 1 parameters, a.weight first, are exactly 0, because they pass relu ... "
+            "where='a'",
+            [behind_relu(0.95)],
+            [behind_relu(0.9), behind_relu(0.85)],
+        ),
+        (
+            "2 of 3 parameters, a.w first, are exactly 0 in step 50, at a loss scale of 65536, "
+            "and no gradient is small ... look for an operation ... where='b'",
+            [zeros(0.9), zeros(0.95)],
+            [zeros(0.85), zeros(1.0)],
+        ),
+        (
+            "All gradients are exactly 0 in step 50 ... look for zero_grad() between ... "
+            "is_certain=False",
+            [zeros(1.0, 1024.0), zeros(1.0, 8.0, peaks=((50, 0.125),))],
+            [zeros(1.0, 1000.0), zeros(1.0, 8.0, peaks=((50, 0.12),))],
+        ),
+        (
+            "The gradient of a.weight is exactly 0 in step ... 13, and ... as in 4 samples ... A "
+            "larger scale would not help: ... where='a', line=None, steps=(), count=0, "
+            "is_certain=False",
+            [unfed(in_time)],
+            [
+                unfed(too_early),
+                unfed(in_time, bias=0.9),
+                unfed(in_time, weight=0.99),
+                unfed(in_time, name="b.bias"),
+                unfed(in_time, name="a.weight"),
+            ],
+        ),
+        (
+            "kind='underflow' ... zero in float16 and ... subnormal, in step 50. ... "
+            "is_certain=False",
+            [
+                small(shares(flushed=0.05)),
+                small(shares(0.05, subnormal=0.3)),
+                small(shares(flushed=0.3), first=10),
+                none_left(1),
+                none_left(0, 1000.0, 0.0),
+            ],
+            [
+                small(shares(flushed=0.045)),
+                small(shares(0.045, subnormal=0.3)),
+                small(shares(0.05, subnormal=0.2)),
+                small(shares(flushed=0.3), first=11),
+                none_left(2),
+                none_left(0, 1024.0, 0.0),
+            ],
+        ),
+        ("Divide the term that makes the loss", [far_apart(7e4)], [far_apart(6e4)]),
+        ("No loss scale fits", [far_apart(7e4), far_apart(6e4)], []),
+    ]
+
+
+def of_failures():
+    def made(number, steps=9, largest=1e4, **more):
+        located = Located(
+            *("fc", "forward", "Linear", "float32", 1, 0, 8, 1.0, largest),
+            operation="log",
+        )
+        evidence = skipping(range(1, steps + 1), range(5, 5 + number), **more)
+        return replace(evidence, watched=located)
+
+    def nan(loss):
+        return skipping(range(1, 10), (5,), loss, 1.0, inspected=(Skip(5, 1.0, loss, (NAN,)),))
+
+    return [
+        (
+            "The forward pass of fc makes 1 Inf",
+            [made(1, largest=255.0), made(2, 90), made(2)],
+            [made(1, largest=260.0), made(2, 100), made(1)],
+        ),
+        (
+            "The gradient of fc.weight is NaN ... NaN, though the loss is finite: 1 of 9 steps was",
+            [nan(6e4)],
+            [nan(7e4)],
+        ),
+    ]
+
+
+def of_learning():
+    def told(losses, **more):
+        known = {"sample": sampled(), "missing": (), "has_scaler": False, **more}
+        return with_losses(losses, **known)
+
+    def clipped(weight, norm, samples=2):
+        found = Optimizers(weights=(1.0, weight), used=1.0)
+        seen = (sampled(norm=norm, optimizers=found),) * samples
+        return told([2.0] * 120, optimizers=found, measured=seen)
+
+    def tiny(norm, more=0.0, samples=2):
+        return told([1.0, 1.0 + more] * 60, measured=(sampled(norm=norm),) * samples)
+
+    def guessed(factor):
+        chance = math.log(10)
+        return told([factor * chance] * 120, sample=sampled(chance=chance))
+
+    def vanished(low):
+        found = {"a.w": gradients(0.0, first=0), "b.w": gradients(0.0, first=low)}
+        return told([2.0] * 120, sample=sampled(parameters=found))
+
+    def of_event(**counts):
+        return told([2.0] * 120, events=Events().after(counts))
+
+    low, high = [10.0] * 20 + [2.0] * 60, [12.0] * 30
+    ramp = [[2.0 + 10 * n / steps for n in range(1, steps)] for steps in (9, 10)]
+    return [
+        ("lower the learning rate.", [told([1.0] * 119 + [2.2])], [told([1.0] * 119 + [1.8])]),
+        (
+            "look for a term with the wrong sign",
+            [told([1.0] * 119 + [-1100.0]), told([0.5] * 119 + [-1100.0])],
+            [told([1.0] * 119 + [-900.0]), told([2.0] * 119 + [-1100.0])],
+        ),
+        (
+            "Nothing else was judged",
+            [
+                told([2.0] * 5),
+                told([2.0, 2.1] * 50),
+                told([2.0] * 50 + [1.91] * 50),
+                told([2.0] * 79 + [-0.3] + [2.0] * 20),
+            ],
+            [
+                told([2.0] * 4),
+                told([2.0] + [2.0, 2.1] * 49),
+                told([2.0] * 50 + [1.89] * 50),
+                told([2.0] * 80 + [-0.2] + [2.0] * 19),
+                told([2.0] * 9 + [4.0] + [2.085] * 90),
+            ],
+        ),
+        (
+            "If it should have stayed there",
+            [told([10.0] * 10 + [2.0] * 60 + [4.2] * 60)],
+            [told([12.0] * 10 + [2.0] * 60 + [4.2] * 60)],
+        ),
+        (
+            "and rose at step",
+            [told([*low, *[7.5] * 20, *high]), told([*low, *ramp[0], *high])],
+            [told([*low, *[6.5] * 20, *[9.5] * 20, *high]), told([*low, *ramp[1], *high])],
+        ),
+        (
+            "gradients are clipped from a norm",
+            [clipped(1.0009, 110.0)],
+            [clipped(1.0011, 110.0), clipped(1.0009, 90.0), clipped(1.0009, 110.0, samples=1)],
+        ),
+        (
+            "the gradients are so small",
+            [tiny(0.9e-4), tiny(0.9e-4, 0.9e-6)],
+            [tiny(1.1e-4), tiny(0.9e-4, 1.1e-6), tiny(0.9e-4, samples=1)],
+        ),
+        (
+            "a guess among 10 classes",
+            [guessed(1.019), guessed(0.981)],
+            [guessed(1.021), guessed(0.979)],
+        ),
+        ("gradients vanish on their way: those of b.w", [vanished(-20)], [vanished(-19)]),
+        ("weights change between the steps", [of_event(overwritten=2)], [of_event(overwritten=1)]),
+    ]
+
+
+def of_loss_graphs():
+    def seen(name, count, more=None):
+        return counted(50, more, **{name: count, f"{name} relu at a.py:7 makes it": count})
+
+    places = "absorbed", "twice", "cut", "across", "broadcast", "unregistered"
+    return [
+        ("line='a.py:7', steps=(), count=2", [seen(each, 2) for each in places], []),
+        ("a.py:7", [], [seen(each, 1) for each in places]),
+        ("A cross entropy is negative", [counted(9, negative=2)], [counted(9, negative=1)]),
+    ]
+
+
+def of_losses():
+    def fails(number, last=100.0, first=1.0):
+        """A loss that explodes in step 61, and skips among the latest 20 steps."""
+        losses = [first] * 60 + [last] * 20
+        past = tuple(Step(n, 8.0, n > 80 - number, loss) for n, loss in enumerate(losses, 1))
+        return Evidence(80, number, past=past, first=past[0], scale=8.0)
+
+    def at_once(first, then):
+        losses = [first, then, then, *[math.inf] * 3]
+        past = tuple(Step(n, 8.0, n > 3, loss) for n, loss in enumerate(losses, 1))
+        return Evidence(6, 3, past=past, first=past[0], scale=8.0, bad_and_skipped=3)
+
+    def away(number=20, last=1.6, weights=(1.0, 11.0), low=30.0, first=1.0, sign=-1.0):
+        since = [sign * 1100.0] * (number - 1) + [sign * 1100.0 * last]
+        optimizers = Optimizers(weights=weights)
+        return with_losses([first, *[low] * 40, *since], optimizers=optimizers, has_scaler=False)
+
+    def died(peak, at=6, weight=1.6):
+        losses = [1.0] * (at - 1) + [peak] + [1.0] * (60 - at)
+        seen = sampled(shares=shares(1.0), parameters={"a.w": gradients(1.0)})
+        optimizers = Optimizers(weights=(1.0, weight))
+        return with_losses(losses, sample=seen, optimizers=optimizers, has_scaler=False)
+
+    silent = with_losses([math.inf] * 8, bad_and_applied=8)
+    return [
+        ("steps=(6, 7, 8), count=8", [silent], []),
+        (
+            "The loss grew from 1 (step",
+            [fails(7), fails(7, 55.0)],
+            [fails(6), fails(7, 45.0), fails(7, 0.0), fails(7, 100.0, 100.0)],
+        ),
+        (
+            "The loss is too large from the start",
+            [at_once(1.1e9, 1e12)],
+            [at_once(0.9e9, 1e12)],
+        ),
+        ("The loss grew from 0.01 (step 1) to", [at_once(0.01, 5.5)], [at_once(0.01, 4.5)]),
+        (
+            "and neither comes back ... (step 61) and the weights' norm from 1 to 11 ... count=20, "
+            "is_certain=False",
+            [away(), away(last=1.0, sign=1.0)],
+            [
+                away(19),
+                away(last=1.4),
+                away(weights=(1.0, 9.0)),
+                away(weights=(0.0, 9.0)),
+                away(low=20.0),
+                away(first=2.0),
+            ],
+        ),
+        (
+            "a step that is too large left units",
+            [died(55.0), died(1100.0, at=40)],
+            [died(45.0), died(55.0, weight=1.4), died(900.0, at=40), died(55.0, at=7)],
+        ),
+    ]
+
+
+def of_nan_skips():
+    def fixed(peak):
+        skips = tuple(Skip(100 + n, 1024.0, 2.5, (NAN,)) for n in range(20))
+        known = {"skips_in_a_row": 20, "skips": skips, "min_scale": 1024.0}
+        return Evidence(119, 21, peaks=((90, peak),), **known)
+
+    def mixed(nan, inf):
+        steps = range(10, 10 * (nan + inf + 1), 10)
+        found = [NAN] * nan + [INF] * inf
+        skips = [Skip(n, 0.5, 2.5, (each,)) for n, each in zip(steps, found, strict=True)]
+        return skipping(range(1, 121), steps, 2.5, 0.5, inspected=tuple(skips), min_scale=0.5)
+
+    return [
+        (
+            "The gradient of fc.weight is NaN and none is Inf at a scale of 1024, though the loss"
+            " is ... locate() names the operation ... where='fc.weight', line=None, steps=(), "
+            "count=20, is_certain=False",
+            [fixed(1.9)],
+            [fixed(2.0)],
+        ),
+        (
+            "cause='The loss scale is 0.5: the gradients overflow ... count=2, is_certain=False",
+            [mixed(1, 1)],
+            [mixed(3, 2)],
+        ),
+    ]
+
+
+def of_optimizers():
+    def decayed(weight=1.9, number=10, last=0.95):
+        weights = Optimizers(weights=(100.0, weight))
+        return with_losses([1.0] * 10 + [last] * number, optimizers=weights)
+
+    def grown(rate):
+        past = tuple(Step(n, 8.0, n > 70, 1.0 if n < 61 else 99.0) for n in range(1, 81))
+        return Evidence(80, 10, past=past, rates=((1, 1e-3), (60, rate)))
+
+    def stopped(place, **more):
+        events = Events().after({"stopped": 3, f"stopped {place}": 3})
+        return with_losses([1.0] * 9, **{"events": events, **more})
+
+    def at(event, place):
+        return counted(9, **{event: 2, f"{event} {place}": 2})
+
+    def faded(count, steps, last=0.5):
+        more = {"steps": steps, "events": Events().after({"faded": count}), "optimizers": LINES}
+        return with_losses([1.0] * 30 + [last], **more)
+
+    return [
+        (
+            "was negative in 5 of 9 ... schedule at schedule.py:7 the ... line='schedule.py:7', "
+            "steps=(), count=5",
+            [counted(9, uphill=5)],
+            [],
+        ),
+        ("The learning rate was negative in 4 of", [], [counted(9, uphill=4)]),
+        (
+            "The weights' norm fell from 100",
+            [decayed()],
+            [decayed(2.2), decayed(number=9), decayed(last=0.85), decayed(0.0, last=0.0)],
+        ),
+        ("while the learning rate grew from", [grown(1.1e-2)], [grown(0.9e-2)]),
+        (
+            "The learning rate was 0 in 3 of ... step(optimizer) at step.py:7, let ... "
+            "line='step.py:7', steps=(), count=3",
+            [counted(12, still=3)],
+            [counted(13, still=3)],
+        ),
+        ("The learning rate was 0", [], [counted(2, still=2)]),
+        (
+            "The optimizer was new in",
+            [counted(20, renewed=18), counted(5, renewed=5)],
+            [
+                counted(20, renewed=17),
+                counted(4, renewed=4),
+                counted(20, renewed=21),
+                counted(20, renewed=18, overwritten=1),
+            ],
+        ),
+        (
+            "less than a millionth ... epochs at schedule.py:7 once ... line='schedule.py:7'",
+            [faded(20, 119), faded(300, 400), faded(20, 119, 0.0105), faded(20, 119, 1.9)],
+            [
+                faded(20, 120),
+                faded(19, 60),
+                faded(290, 400),
+                faded(20, 119, 0.0095),
+                faded(20, 119, 2.2),
+            ],
+        ),
+        (
+            "The optimizer of head found no gradient in its first 5 steps ... where='head', "
+            "line=None, steps=(), count=5",
+            [counted(9, {"optimizers": Optimizers(idle={"head": 5})})],
+            [],
+        ),
+        (
+            "found no gradient in its first",
+            [],
+            [counted(9, {"optimizers": Optimizers(idle={"head": 4})}), counted(9)],
+        ),
+        (
+            "sampled steps the second stepped with the gradients that the first had used, divided",
+            [counted(9, shared=2)],
+            [counted(9, shared=1), counted(9, {"has_scaler": False}, shared=2)],
+        ),
+        ("in 2 sampled steps ... count=2", [counted(9, shared=2)], []),
+        (
+            "found no gradient in 3 calls of step() after step 9 ... requires_grad=False. ... "
+            "count=3",
+            [stopped("9 frozen")],
+            [stopped("8 frozen"), stopped("9 frozen", past=())],
+        ),
+        ("after step 9, so nothing is trained any more. ... detach()", [stopped("9")], []),
+        (
+            "The optimizer's lr of group 0 was NaN or Inf in 2 steps of 9 ... sets lr, such",
+            [at("nonfinite", "lr of group 0")],
+            [],
+        ),
+        (
+            "first change of the learning rate is from 1 to 9 ... at schedule.py:7 with ... "
+            "line='schedule.py:7', steps=(), count=0, is_certain=False",
+            [at("rescheduled", "1 to 9")],
+            [counted(9)],
+        ),
+        (
+            "In no optimizer that is stepped: 2 parameters (a first) ... (one is made at "
+            "optimizer.py:7) ... where='a', line='optimizer.py:7', steps=(), count=0, "
+            "is_certain=False",
+            [counted(9, {"optimizers": replace(LINES, outside=("a", "b"))})],
+            [counted(9)],
+        ),
+        (
+            "The gradient of a comes from no loss ... where='a', line=None, steps=(), count=0, "
+            "is_certain=False",
+            [counted(9, {"optimizers": replace(LINES, unscaled=("a",))})],
+            [counted(9)],
+        ),
+        (
+            "cause='10 losses were scaled ... count=10",
+            [counted(0, stepless=9)],
+            [counted(1, stepless=9)],
+        ),
+        ("losses were scaled and the parameters moved", [], [counted(0, stepless=8)]),
+    ]
+
+
+def of_origins():
+    def within(largest, first=1.0):
+        bad = BadStep(9, math.nan, (NAN,), evaluated=(first, largest))
+        return Evidence(9, 0, bad_step=bad, has_scaler=False)
+
+    def from_start(loss):
+        bad = BadStep(9, math.nan, (NAN,), located=LOG)
+        return with_losses([loss] * 8, steps=9, bad_step=bad, has_scaler=False)
+
+    def at_floor(scale, gradients, loss=2.5):
+        skips = tuple(Skip(n, scale, loss, gradients) for n in range(100, 120))
+        return Evidence(119, 21, skips_in_a_row=20, skips=skips, scale=scale, min_scale=scale)
+
+    left_out = BadStep(9, 2.5, (NAN,), is_left_out=True)
+    past = (Step(9, 1.0, skipped=True),)
+    return [
+        (
+            "if NaN is left at a scale of 1, it is no overflow",
+            [at_floor(2.0, (NAN,))],
+            [at_floor(1.0, (NAN,), 1e6), at_floor(2.0, (INF,))],
+        ),
+        (
+            "Allow a lower scale (min_scale, or DynamicScale if it is fixed), or divide the loss",
+            [at_floor(2.0, (INF,))],
+            [at_floor(2.0, (NAN,)), at_floor(1.0, (INF,))],
+        ),
+        ("Divide the loss", [at_floor(1.0, (INF,)), at_floor(1.0, (NAN,), 1e6)], []),
+        (
+            "The gradient of fc.weight is NaN, though the loss is finite: the script left out",
+            [Evidence(9, 1, past=past, bad_step=left_out, has_scaler=False)],
+            [],
+        ),
+        (
+            "within step 9, which ... steps=(9,), count=1, is_certain=True",
+            [within(55.0), within(-55.0)],
+            [within(45.0), within(0.0, 0.0)],
+        ),
+        (
+            "too large from the start ... first loss is 1.1e+09 ... by log at a.py:7, so step 9 "
+            "was applied ... line='a.py:7'",
+            [from_start(1.1e9)],
+            [from_start(0.9e9)],
+        ),
+    ]
+
+
+def of_over_time():
+    def bad(*skipped, steps=1000):
+        return skipping(range(1, steps + 1), skipped)
+
+    def falling(size, loss=1.0):
+        """Each tenth step is skipped and halves the scale; gradients times the scale are known."""
+        past, peaks = [], []
+        for step in range(1, 101):
+            scale = 2.0 ** (24 - (step - 1) // 10)
+            past.append(Step(step, scale, step % 10 == 0, 1.0 if step % 10 else loss))
+            peaks.append((step, size / scale))
+        return Evidence(100, 10, past=tuple(past), peaks=tuple(peaks), scale=scale)
+
+    return [
+        (
+            "each with a loss of inf ... is_certain=True",
+            [bad(500, 700, 900), bad(9, 20, steps=90), bad(*range(500, 505))],
+            [bad(500, 900), bad(9, 20, steps=100), bad(*range(500, 504))],
+        ),
+        (
+            "kind='data' ... 10 of 100 steps were skipped, every 10 steps (such as 80, 90, 100), "
+            "with losses as usual; the loss scale is 32768 now ... steps=(80, 90, 100), count=10, "
+            "is_certain=False",
+            [falling(1900.0)],
+            [falling(2100.0)],
+        ),
+        (
+            "whose loss is about ... about 11 (elsewhere about 1)",
+            [falling(1900.0, 11.0)],
+            [falling(1900.0, 9.0)],
+        ),
+        (
+            "every 6 steps",
+            [bad(7, 13, 16, 19, 25, steps=60)],
+            [
+                bad(7, 13, 19, 31, 49, 52, steps=60),
+                bad(*range(7, 44, 6), 46, 52, 58, steps=60),
+            ],
+        ),
+        ("in bursts every 6 steps", [bad(7, 8, 13, 14, 19, 20, *range(25, 44, 6), steps=60)], []),
+    ]
+
+
+def of_evidence():
+    def clipped(others):
+        """The latest samples are clipped to one norm."""
+        evidence = Evidence(0, 0)
+        for step, norm in enumerate((1.234, *[1.0] * others), 1):
+            evidence = evidence.after(Sample(step, 512.0, (), 1, (), norm=norm / 512))
+        return evidence
+
+    def kept(count):
+        past = tuple(Step(n, 1.0, n > 3) for n in range(1, 9))
+        more = {"past": past, "has_scaler": False, "skipped": 5}
+        return replace(counted(8, kept=count), **more)
+
+    def ended(zeros, others=0):
+        more = {"events": Events().after({"ended": 2, "ended margin hinge at a.py:7": 2})}
+        seen = sampled(loss=0.0, shares=shares(1.0))
+        return with_losses([0.0] * zeros + [1.0] * others, sample=seen, **more)
+
+    def stood(*losses):
+        seen = sampled(norm=1e-7, histogram=Bins(-24, (1, 9)))
+        held = Optimizers(eps=2.0**-20)
+        return with_losses(losses, measured=(seen, seen), optimizers=held, has_scaler=False)
+
+    return [
+        ("The norm of the gradients is 1 in each", [clipped(10)], [clipped(9)]),
+        (
+            "kind='data'",
+            [Evidence(50, 21), Evidence(300, 31)],
+            [Evidence(50, 20), Evidence(300, 30)],
+        ),
+        ("nothing has zeroed the gradients", [kept(2)], [kept(1)]),
+        (
+            "each term is beyond its margin",
+            [ended(9, 1), ended(5)],
+            [ended(8, 2), ended(4)],
+        ),
+        (
+            "below the optimizer's eps",
+            [stood(*[1.0] * 20), stood(*[1.0] * 20, *[0.95] * 20)],
+            [
+                stood(*[1.0] * 19),
+                stood(*[1.0] * 20, *[0.85] * 20),
+                stood(*[1.0] * 9, 2.0, *[0.985] * 40),
+            ],
+        ),
+    ]
+
+
+def of___init__():
+    def bad(steps):
+        losses = [1.0] * (steps - 1) + [math.inf]
+        return with_losses(losses, bad_and_applied=1, has_scaler=False)
+
+    return [
+        ("So few batches do no harm ... steps=(50,)", [bad(50)], [bad(48)]),
+        ("Too short to judge", [Evidence(50, 0)], [Evidence(51, 0)]),
+    ]
+
+
+TABLES = {
+    name.removeprefix("of_"): each for name, each in globals().items() if name.startswith("of_")
+}
+
+
+def module_named(name):
+    return import_module(f"{_findings.__name__}.{name}") if name != "__init__" else _findings
+
+
+def told(name):
+    """For each piece of evidence of a module, whether the first words of its case are told."""
+    for words, *sides in TABLES[name]():
+        for evidence in chain(*sides):
+            yield words.partition(" ... ")[0] in repr(judge(evidence).findings)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_evidence_at_one_side_of_a_threshold_is_told_and_that_at_the_other_is_not(name):
+    for words, at_one, at_other in TABLES[name]():
+        first, *more = words.split(" ... ")
+        for evidence in at_one:
+            found = repr(judge(evidence).findings)
+            assert [each for each in (first, *more) if each not in found] == [], found
+        for number, evidence in enumerate(at_other):
+            assert first not in repr(judge(evidence).findings), number
+
+
+def changed(name):
+    """The thresholds of a module by their names, each with a smaller and with a larger one."""
+    for threshold, value in vars(module_named(name)).items():
+        if threshold in vars(thresholds) and threshold.isupper():
+            yield threshold, value - 1 if isinstance(value, int) else value / 1.25
+            yield threshold, value + 1 if isinstance(value, int) else value * 1.25
+
+
+@pytest.mark.parametrize(
+    "path", sorted(Path(_findings.__file__).parent.glob("*.py")), ids=lambda path: path.stem
+)
+def test_another_threshold_changes_what_is_told(path):
+    module, usual, unnoticed = module_named(path.stem), None, []
+    for threshold, other in [*changed(path.stem)]:
+        usual = usual or [*told(path.stem)]
+        with mock.patch.object(module, threshold, other):
+            if all(map(eq, usual, told(path.stem))):
+                unnoticed.append((threshold, other))
+    assert unnoticed == []
