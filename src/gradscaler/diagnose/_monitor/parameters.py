@@ -15,7 +15,7 @@ from gradscaler.diagnose._gradients.arrays import dtype_name, has_numbers, local
 from gradscaler.diagnose._gradients.reading import Tensor, inspect, read
 from gradscaler.outcome import NonfiniteGradient
 
-_MOST_ELEMENTS = 2**12  # of one parameter
+_MOST_ELEMENTS = 2**12  # of one parameter; they show a share of 1 % to within 0.3 %
 _FEWEST_STEPS = 10  # in which most parameters should have moved
 _IN_16_BITS = "float16", "bfloat16"
 

@@ -18,8 +18,8 @@ from gradscaler.diagnose._record.source import Source, source_of
 from gradscaler.diagnose.report._words import ends, number, percent, shown
 
 LEVELS: tuple[Level, ...] = ("bad", "warning", "good")
-_MOST_ROWS = 10
-_MOST_RANKS = 20
+_MOST_ROWS = 10  # of a table; the latest ones, and the title counts the others
+_MOST_RANKS = 20  # more than two nodes of eight; the title counts the others
 
 CLASSES: dict[str, Callable[[Shares], float]] = {
     "flushed": lambda share: share.flushed,

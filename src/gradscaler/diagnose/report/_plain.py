@@ -10,7 +10,7 @@ from typing import TextIO
 from gradscaler.diagnose.report._content import Content, Course, Table
 from gradscaler.diagnose.report._words import ends, number, sentence_of, shown
 
-_WIDTH = 80
+_WIDTH = 80  # columns of a terminal, and of a message in a tracker
 
 
 def print_content(content: Content, output: TextIO) -> None:
