@@ -21,6 +21,7 @@ GRID = [x / 4 for x in range(-14, 15)]
 ELSEWHERE = {"cbrt"}  # of JAX alone: see tests/jax/test_operations.py
 # How an operation is called with the one number that decides.
 CALLS = {
+    "addcdiv": lambda x: torch.addcdiv(torch.zeros_like(x), torch.ones_like(x), x),
     "atan2": lambda x: torch.atan2(x, torch.ones_like(x)),
     "div": lambda x: 1 / x,
     "floor_divide": lambda x: torch.floor_divide(torch.ones_like(x), x.detach()),  # has no slope
@@ -197,6 +198,7 @@ CASES = [
     ("square", torch.square, [300.0], HALF),
     ("hypot", lambda x: torch.hypot(x, x), [6e4], HALF),
     ("norm", torch.linalg.vector_norm, [6e4] * 4, HALF),
+    ("soft_margin_loss", lambda x: F.soft_margin_loss(x, -torch.ones_like(x)), [800.0]),
     ("softplus", lambda x: F.softplus(x, threshold=1000), [800.0], DOUBLE, {}, F.softplus),
     ("linalg_matrix_exp", torch.linalg.matrix_exp, [[800.0, 0.0], [0.0, 800.0]]),
     ("div", lambda x: x / 0.5, [6e4], HALF, {"divisor": 0.5}),
@@ -259,6 +261,7 @@ CASES = [
     ("linalg_slogdet", lambda x: x.slogdet()[1], ZEROS, DOUBLE, {"is_backward": True}),
     ("linalg_cholesky", lambda x: torch.linalg.cholesky_ex(x)[0], ZEROS),
     ("linalg_inv", lambda x: torch.linalg.inv_ex(x)[0], ZEROS),
+    ("linalg_lu_factor", lambda x: torch.linalg.lu_factor_ex(x)[0], ZEROS),
     (
         "linalg_pinv",
         lambda x: torch.linalg.pinv(x, rtol=0.0),

@@ -13,6 +13,7 @@ from gradscaler.diagnose._operations.rows import OPERATIONS, names_with, row_of
 # The name under which a node keeps the numbers of its row, if not "self". Where it keeps its result
 # alone, and that is Inf itself at a pole, there is none.
 _KEPT = {
+    "addcdiv": "tensor2",
     "div": "other",
     "fmod": "other",
     "hypot": "result",

@@ -150,6 +150,7 @@ OPERATIONS = (
         largest={dtype: _LOGARITHMS[dtype] for dtype in ("float32", "float64")},
         both=(to.SCALED_BESSEL,),
     ),
+    *_each("soft_margin_loss SoftMarginLoss", both=(to.EXP_IN_FLOAT16, to.EXP)),
     *_each("softplus Softplus", both=(to.THRESHOLD,)),
     *_each("linalg_matrix_exp matrix_exp MatrixExp", both=(to.MATRIX_EXP,)),
     # Quotients.
@@ -162,7 +163,7 @@ OPERATIONS = (
         of_slope=(to.DIVISION,),
     ),
     *_each(
-        "reciprocal Reciprocal Inv",
+        "reciprocal Reciprocal Inv, addcdiv Addcdiv",
         bad_at=(0.0,),
         steep_at=(0.0,),
         roles=(Role.DIVIDES,),
@@ -358,6 +359,11 @@ OPERATIONS = (
         "MatrixTriangularSolve SolveTriangular TriangularSolve, cholesky_solve CholeskySolve, "
         "cholesky_inverse CholeskyInverse",
         both=(to.SINGULAR,),
+    ),
+    *_each(
+        "linalg_lu_factor linalg_lu_factor_ex lu_factor lu_with_info, linalg_lu lu Lu",
+        roles=(Role.SOLVES,),
+        of_slope=(to.SINGULAR,),
     ),
     *_each("linalg_pinv pinv pinverse", both=(to.CUTOFF,)),
     *_each("linalg_svd svd Svd", roles=(Role.SOLVES,), of_slope=(to.SINGULAR_VECTORS,)),
