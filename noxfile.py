@@ -182,11 +182,14 @@ def tests_of(framework: str, part: str) -> list[str]:
     return [*EVERYWHERE, *tests]
 
 
-def check_types(session: nox.Session, framework: str) -> None:
-    """Check the types of a framework's adapter, examples and benchmarks."""
-    scripts = matching(f"examples/{framework}_*.py", f"benchmarks/{framework}_*.py")
-    tools = TOOLS if framework == "torch" else []
-    run(session, ENVIRONMENT_OF[framework], "-m", "mypy", *sources_of(framework), *tools, *scripts)
+def check_types(session: nox.Session, *frameworks: str) -> None:
+    """Check the types of adapters that share an environment, their examples and benchmarks."""
+    paths = TOOLS if "torch" in frameworks else []
+    for each in frameworks:
+        scripts = matching(f"examples/{each}_*.py", f"benchmarks/{each}_*.py")
+        paths = [*paths, *sources_of(each), *scripts]
+    # Adapters may share a folder.
+    run(session, ENVIRONMENT_OF[frameworks[0]], "-m", "mypy", *dict.fromkeys(paths))
 
 
 def run_tests(
@@ -226,30 +229,34 @@ def test_sessions(framework: str, environment: str) -> list[str]:
     @task(f"test-{framework}", environment)
     def test(session: nox.Session) -> None:
         """Check types, and run doctests and tests with one framework; warnings are errors."""
-        check_types(session, framework)
+        if framework != "tf_keras" or IN_PARALLEL:  # in `make test`, with those of Keras 3
+            check_types(session, framework)
         for part in runs[:1] if session.posargs and framework == "torch" else runs:
             run_tests(session, framework, part)
 
     if len(runs) == 1:
         return [f"test-{framework}"]
 
-    @task(f"types-{framework}", environment)
-    def types(session: nox.Session) -> None:
-        """Check the types of what one framework needs."""
-        check_types(session, framework)
-
     def define(part: str) -> str:
         @task(name := f"test-{framework}-{part}", environment)
         def test_part(session: nox.Session) -> None:
-            """Run a part of a framework's doctests and tests."""
+            """Run a part of a framework's doctests and tests, and check its types with the core."""
+            if part == "core":  # whose tests of types read the cache that this makes
+                check_types(session, framework)
             run_tests(session, framework, part)
 
         return name
 
-    return [*map(define, runs), f"types-{framework}"]
+    return [*map(define, runs)]
 
 
 TESTS = {name: test_sessions(name, environment) for name, environment in ENVIRONMENT_OF.items()}
+
+
+@task("types-keras", "keras")
+def types_keras(session: nox.Session) -> None:
+    """Check the types of the adapters for Keras 3 and Keras 2, which read the same packages."""
+    check_types(session, "keras", "tf_keras")
 
 
 @task("test-device", "torch")
@@ -384,7 +391,7 @@ def smoke_test(session: nox.Session, python: str, path: str) -> None:
 
 
 # They begin first: one that begins last would run alone at the end.
-LONGEST = ["test-torch-adapter", "test-torch-diagnosis", "test-mindspore", "test-jax"]
+LONGEST = ["test-mindspore", "test-torch-diagnosis", "test-jax", "test-torch-core"]
 RARE = ["test-integrations", "test-engines", "test-device", "test-processors", "mutants"]
 
 
@@ -402,7 +409,8 @@ def everything(session: nox.Session, **variables: str) -> None:
     """Make the environments, and then run every framework's tests and the others."""
     side_by_side(session, *ENVIRONMENTS)  # sessions that share one must not both make it
     tests = [name for parts in TESTS.values() for name in parts if name not in LONGEST]
-    side_by_side(session, *LONGEST, *tests, "lint", "test-package", "docs", **variables)
+    others = "types-keras", "lint", "test-package", "docs"
+    side_by_side(session, *LONGEST, *tests, *others, **variables)
 
 
 @task("test")
