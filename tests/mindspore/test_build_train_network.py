@@ -14,6 +14,15 @@ import gradscaler.mindspore as ours
 
 INF = float("inf")
 LEVELS = ["O0", "O1", "O2", "O3"]
+# What is built does not depend on the mode, in which a compilation takes seconds.
+in_pynative = pytest.mark.parametrize(
+    "mode",
+    [
+        "pynative",
+        pytest.param("graph", marks=pytest.mark.rare("test_train_step.py compiles such steps")),
+    ],
+    indirect=True,
+)
 
 
 @pytest.fixture
@@ -68,6 +77,7 @@ def test_it_can_take_the_place_of_mindspores(monkeypatch, build, manager):
         ours.FixedLossScaleManager(2**10),
     ],
 )
+@in_pynative
 @pytest.mark.parametrize("level", LEVELS)
 def test_managers_that_skip_steps_are_taken_at_every_level(
     mode, build, bits, batch, level, manager
@@ -96,6 +106,7 @@ def test_level_o2_scales_the_loss_by_default(mode, build):
     assert type(step) is nn.TrainOneStepCell
 
 
+@in_pynative
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_network_is_made_as_mindspore_makes_it(mode, build, batch, level):
     """The loss of the first step, and so the casts to float16, are the same."""
@@ -104,6 +115,7 @@ def test_the_network_is_made_as_mindspore_makes_it(mode, build, batch, level):
     assert mine(*batch(0))[0].asnumpy() == native(*batch(0)).asnumpy()
 
 
+@in_pynative
 @pytest.mark.parametrize(
     "manager", [None, ours.FixedLossScaleManager(8.0, drop_overflow_update=False)]
 )
@@ -131,6 +143,7 @@ def test_model_trains_with_callbacks_and_a_dataset(mode, build, dataset, capsys)
     assert scales[-1] == 2**14
 
 
+@in_pynative
 def test_model_takes_the_fixed_manager_that_skips_nothing(mode, layer, dataset):
     """As MindSpore's documentation has it: the optimizer divides by the scale."""
     ends = []
