@@ -1,4 +1,4 @@
-"""Keras' ``fit``: a callback in every list of callbacks, whatever the backend."""
+"""Keras' ``fit`` and ``train_on_batch``, whatever the backend: callbacks that see each step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import atexit
 import math
 import os
 import sys
+from collections.abc import Mapping
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -31,6 +32,7 @@ from gradscaler.diagnose._monitor.traced_scalers import number_of
 from gradscaler.diagnose._record.lines import BadStep
 from gradscaler.diagnose._record.source import show_source_of
 from gradscaler.diagnose._record.thresholds import ROSE
+from gradscaler.diagnose._seams.keras import backend_of
 
 _CURES = (
     "Look at the batch, at logarithms, roots and divisions by 0 in the loss, lower the learning "
@@ -47,9 +49,14 @@ class Fits:
 
     Keras' own LossScaleOptimizer stays as it is, so that a saved model can be loaded without
     gradscaler.
+
+    Args:
+        name: the package, ``"keras"`` or ``"tf_keras"``.
+        options: those of the command line.
     """
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self._name, self._keras = name, _package(name)
         self._options, self._files = options, RunFiles(options)
         self._process, self._is_over = os.getpid(), False
         self._losses = WeakKeyDictionary[Any, Losses]()  # by optimizer
@@ -58,18 +65,57 @@ class Fits:
         self._to_end: list[Losses] = []
 
     def start(self) -> None:
-        """Watch each ``fit`` from now on."""
-        keras = _keras()
-        kind = keras.callbacks.CallbackList
+        """Watch each ``fit`` and ``train_on_batch`` from now on."""
+        kind, model = self._keras.callbacks.CallbackList, self._keras.Model
         initialize, callbacks_for = kind.__init__, guarded(self._callbacks_for)
+        train = model.train_on_batch
+        begin, end = guarded(self._begin_call), guarded(self._end_call)
+        nested = getattr(self._keras, "tree", None) or sys.modules["tensorflow"].nest
+        flatten = nested.flatten
 
         @wraps(initialize)
         def initialized(own: Any, callbacks: Any = None, *args: Any, **kwargs: Any) -> None:
             ours = callbacks_for(kwargs.get("model")) or []
-            initialize(own, [*keras.tree.flatten(callbacks or []), *ours], *args, **kwargs)
+            initialize(own, [*flatten(callbacks or []), *ours], *args, **kwargs)
+
+        @wraps(train)
+        def trained(own: Any, *args: Any, **kwargs: Any) -> Any:
+            callbacks, made = begin(own), None
+            try:
+                made = train(own, *args, **kwargs)
+            finally:
+                end(own, callbacks, made)
+            return made
 
         replace(kind, "__init__", initialized)
+        replace(model, "train_on_batch", trained)
         on_stop.callback(self._stop)
+
+    def _begin_call(self, model: Any) -> list[Any]:
+        """The callbacks of a call of ``train_on_batch``, which get its batch."""
+        callbacks = self._callbacks_for(model)
+        if callbacks:
+            model.make_train_function()
+        for each in callbacks:
+            each.set_model(model)
+            each.on_train_begin()
+        return callbacks
+
+    def _end_call(self, model: Any, callbacks: list[Any] | None, made: Any) -> None:
+        """Show callbacks what a call returned; None if it has raised."""
+        logs = {} if made is None else self._logs(model, made)
+        for each in callbacks or ():
+            if made is not None:
+                each.on_train_batch_end(None, logs)
+            each.on_train_end()
+
+    def _logs(self, model: Any, made: Any) -> dict[str, Any]:
+        """What a call returned, by name: a number, or a list, has the names of the metrics."""
+        if isinstance(made, Mapping):
+            return dict(made)
+        values = made if isinstance(made, (list, tuple)) else [made]
+        names = model.metrics_names or ["loss"]
+        return dict(zip(names, values, strict=False))
 
     def _stop(self) -> None:
         self._end()
@@ -84,21 +130,26 @@ class Fits:
             attempt(partial(self._begin, optimizer, model))
         of = self._losses, self._scaled, self._watched
         runs = [each.get(optimizer) for each in of]
-        return [run.callback() for run in runs if run is not None]
+        callbacks = [run.callback() for run in runs if run is not None]
+        for each in callbacks:
+            # Keras 2 gives others what it would give them without ours, and times none that has a
+            # name of its own.
+            each._supports_tf_logs, type(each).__name__ = True, "Callback"
+        return callbacks
 
     def _begin(self, optimizer: Any, model: Any) -> None:
         if not self._options.is_watched:
             self._options.is_watched = True
             before_termination(self._end)
-        is_scaled = isinstance(optimizer, _keras().optimizers.LossScaleOptimizer)
-        self._losses[optimizer] = Losses(is_scaled, self._options)
+        is_scaled = isinstance(optimizer, self._keras.mixed_precision.LossScaleOptimizer)
+        self._losses[optimizer] = Losses(self._name, is_scaled, self._options)
         self._to_end.append(self._losses[optimizer])
         if self._options.watch is not None:
             self._options.has_watched = True
-            self._watched[optimizer] = FitWatch(self._options.watch, is_scaled)
+            self._watched[optimizer] = FitWatch(self._name, self._options.watch, is_scaled)
         if is_scaled:
             self._end_scaled()
-            given = optimizer, model, self._files, self._options, _framework()
+            given = optimizer, model, self._files, self._options, _framework(self._name)
             self._scaled[optimizer] = WatchedRun(*given)
         atexit.unregister(self._end)
         atexit.register(self._end)  # before monitors close by themselves
@@ -115,6 +166,28 @@ class Fits:
                 self._to_end.pop(0).end()
 
 
+class _Bad(NamedTuple):
+    """A loss that is not finite.
+
+    Attributes:
+        epoch: of ``fit``; 0 in ``train_on_batch``.
+        batch: of that epoch, or the number of the call.
+        loss: its value.
+        name: its name.
+    """
+
+    epoch: int
+    batch: int
+    loss: float
+    name: str
+
+    def __str__(self) -> str:
+        where = f"batch {self.batch} of epoch {self.epoch}"
+        return (
+            f"The {self.name} is {self.loss:g} at {where if self.epoch else f'call {self.batch}'}"
+        )
+
+
 class Losses:
     """The losses that Keras gives its callbacks: the mean of an epoch so far.
 
@@ -122,12 +195,14 @@ class Losses:
     may come first, and the model can be read only at the end of an epoch.
     """
 
-    def __init__(self, is_scaled: bool, options: argparse.Namespace) -> None:
+    def __init__(self, name: str, is_scaled: bool, options: argparse.Namespace) -> None:
+        self._name = name
         self._may_stop, self._is_scaled = options.stop and not is_scaled, is_scaled
         self._proposes_watch = options.watch is None and not is_scaled
         self._again = options.again
         self._num_epochs = self._num_steps = 0  # the steps are those of epochs that have ended
-        self._first: tuple[int, int, float] | None = None  # epoch, batch and loss, not finite
+        self._num_calls = 0  # of train_on_batch
+        self._first: _Bad | None = None
         self._weights = ""  # a clause about them after that
         self._advice = ""  # that was not said on the way
         self._source: list[str] = []  # the line that proposes to watch the first
@@ -139,7 +214,7 @@ class Losses:
         """A callback that looks at the loss after each batch, which is on the host then."""
         losses = self
 
-        class Looking(_keras().callbacks.Callback):  # type: ignore[misc] # untyped base
+        class Looking(_package(self._name).callbacks.Callback):  # type: ignore[misc] # untyped base
             async_safe = not losses._may_stop
             epoch = steps = 0
 
@@ -149,30 +224,47 @@ class Losses:
                 self.epoch, self.steps = epoch + 1, 0
 
             @guarded
-            def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-                loss = float(np.mean((logs or {}).get("loss", 0.0)))  # of the model's own step
+            def on_train_batch_end(self, batch: int | None, logs: Any = None) -> None:
+                name, loss = _loss_in(logs or {})
+                if batch is None:
+                    losses._see_call(self.model, name, loss)
+                    return
                 self.steps = max(self.steps, batch + 1)
                 if self.epoch == 1:
                     losses._begun = min(losses._begun or (batch, loss), (batch, loss))
                 if not math.isfinite(loss):
-                    losses._see_bad((self.epoch, batch + 1, loss))
+                    losses._see_bad(_Bad(self.epoch, batch + 1, loss, name))
 
             @guarded
             def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
                 losses._num_steps += self.steps
                 if logs and "loss" in logs:
                     losses._latest = float(np.mean(logs["loss"]))
-                if losses._first is not None and not losses._weights:
-                    attempt(partial(losses._look_at, self.model))
+                losses._look_at(self.model, "at the end of the epoch")
 
         return Looking()
 
-    def _see_bad(self, found: tuple[int, int, float]) -> None:
+    def _see_call(self, model: Any, name: str, loss: float) -> None:
+        """See the loss of a call of ``train_on_batch``, after which the model can be read."""
+        self._num_calls += 1
+        self._num_steps += 1
+        self._begun = self._begun or (0, loss)
+        self._latest = loss
+        if not math.isfinite(loss):
+            try:
+                self._see_bad(_Bad(0, self._num_calls, loss, name))
+            finally:
+                self._look_at(model, "after it")
+
+    def _see_bad(self, found: _Bad) -> None:
         is_first, self._first = self._first is None, min(self._first or found, found)
         if self._first is found:
-            before, self._source = self._source, self._source_of(self._num_steps + found[1])
+            before, self._source = (
+                self._source,
+                self._source_of(self._num_steps + found.batch * bool(found.epoch)),
+            )
             self._is_earlier = bool(before)
-        if is_first and not voice.tell(f"{_named(found)}. {_CURES}", *self._source):
+        if is_first and not voice.tell(f"{found}. {_CURES}", *self._source):
             self._advice = f" {_CURES}"
         if self._may_stop:
             raise SystemExit(STOPPED)
@@ -182,19 +274,26 @@ class Losses:
         source = f"source: {self._again.format(max(step, 2))} names what made it"
         return [source] * self._proposes_watch
 
-    def _look_at(self, model: Any) -> None:
+    def _look_at(self, model: Any, when: str) -> None:
+        """See once whether a loss that was not finite has left the weights finite."""
+        if self._first is None or self._weights:
+            return
         bad = next(iter(RecordedParameters(model).nonfinite()), None)
         weights = "all weights were finite" if bad is None else f"{bad.name} was not finite"
-        self._weights = f"; {weights} at the end of the epoch"
+        self._weights = f"; {weights} {when}"
 
     def end(self) -> None:
         """Print what the losses show, unless they are finite and a monitor gives a verdict."""
-        after = f"after {self._num_epochs:,} epoch{'s' * (self._num_epochs != 1)} of fit"
+        count, of = self._num_epochs, "epoch"
+        if not count:
+            count, of = self._num_calls, "call"
+        where = "fit" if self._num_epochs else "train_on_batch"
+        after = f"after {count:,} {of}{'s' * (count != 1)} of {where}"
         if self._first is not None:
-            first = f"{_named(self._first)}, the first that is not finite{self._weights}"
+            first = f"{self._first}, the first that is not finite{self._weights}"
             lines = self._source if self._advice or self._is_earlier else []
             voice.conclude(f"{after}: {first}.{self._advice}", *lines)
-        elif self._num_epochs and not self._is_scaled:
+        elif count and not self._is_scaled:
             voice.conclude(f"{after}: the losses are finite{self._went}.")
 
     @property
@@ -216,18 +315,20 @@ class FitWatch:
     three is run once more, eagerly, before it is run by ``fit``.
 
     Args:
-        step: its number, in all calls of ``fit`` with one optimizer.
+        name: the package, ``"keras"`` or ``"tf_keras"``.
+        step: its number, in all calls of ``fit`` and ``train_on_batch`` with one optimizer.
         is_scaled: whether that optimizer skips a step whose gradients are not finite.
     """
 
-    def __init__(self, step: int, is_scaled: bool) -> None:
+    def __init__(self, name: str, step: int, is_scaled: bool) -> None:
+        self._name = name
         self._step, self._is_scaled, self._num_steps = step, is_scaled, 0
 
     def callback(self) -> Any:
         """A callback that gets each batch before its step."""
         watch = self
 
-        class Watching(_keras().callbacks.Callback):  # type: ignore[misc] # untyped base
+        class Watching(_package(self._name).callbacks.Callback):  # type: ignore[misc] # untyped base
             batches: FitBatches | None = None
 
             @guarded
@@ -263,32 +364,33 @@ class FitWatch:
                 is_left_out=self._is_scaled,
             )
             evidence = Evidence(
-                self._num_steps, 0, has_scaler=False, framework=_framework(), bad_step=bad
+                self._num_steps, 0, has_scaler=False, framework=_framework(self._name), bad_step=bad
             )
             voice.note(f"step watched: {judge(evidence).text}")
             show_source_of(located.line)
         elif self._num_steps == self._step:
-            is_own = not type(model).train_step.__module__.startswith("keras.")
-            of = " of compute_loss() (a train_step of the model's own is not run)" if is_own else ""
-            voice.note(f"step watched: no operation{of} made an Inf or NaN")
+            voice.note("step watched: no operation made an Inf or NaN")
 
     def _locate(self, model: Any, replay: Replay) -> Located | None:
         with replay.in_step():
             located = locate(model, replay.gradients)
-            if located is not None and _keras().backend.backend() == "jax":
+            if located is not None and backend_of(model) == "jax":
                 replay.gradients()  # JAX has only traced them
             return located
 
 
-def _named(found: tuple[int, int, float]) -> str:
-    epoch, batch, loss = found
-    return f"The loss is {loss:g} at batch {batch} of epoch {epoch}"
+def _loss_in(logs: Mapping[str, Any]) -> tuple[str, float]:
+    """The loss of a step, and its name; of several, as of a GAN, one that is not finite."""
+    names = ["loss"] if "loss" in logs else [name for name in logs if "loss" in name]
+    losses = {name: float(np.mean(logs[name])) for name in names}  # of each row, if of one's own
+    bad = (pair for pair in losses.items() if not math.isfinite(pair[1]))
+    return next(bad, next(iter(losses.items()), ("loss", 0.0)))
 
 
-def _framework() -> Framework:
-    return framework_named("keras", {_keras().backend.backend(): ""})
+def _framework(name: str) -> Framework:
+    return framework_named(name, {_package(name).backend.backend(): ""})
 
 
-def _keras() -> Any:
-    """Keras, which the script has imported."""
-    return sys.modules["keras"]
+def _package(name: str) -> Any:
+    """Keras or tf_keras, which the script has imported."""
+    return sys.modules[name]

@@ -27,7 +27,8 @@ if TYPE_CHECKING:  # the script may set its environment before NumPy is imported
 # A framework, the module that watches its loops, the class there, and its first arguments.
 _WATCHED: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("torch", "session", "Session", ()),
-    ("keras", "fits", "Fits", ()),
+    ("keras", "fits", "Fits", ("keras",)),
+    ("tf_keras", "fits", "Fits", ("tf_keras",)),
     ("keras", "tape_loops", "TapeLoops", ("keras",)),
     ("tf_keras", "tape_loops", "TapeLoops", ("tf_keras",)),
     ("paddle", "backward_loops", "BackwardLoops", ("paddle",)),

@@ -368,11 +368,10 @@ class Monitor:
         """A callback for ``model.fit`` that records each training step, without its gradients.
 
         Keras reports only the mean loss of the epoch so far, so the loss is left out, except that
-        of the first batch of an epoch that makes this mean NaN or Inf. In Keras 3, a failing batch
-        is run again once, eagerly, and the operation is named. With tf-keras, or with several
-        replicas, a verdict rests on the model's parameters and the scale alone in later steps. It
-        cannot tell a NaN in the loss or an activation from one in a gradient then, and says that
-        gradients are Inf or NaN.
+        of the first batch of an epoch that makes this mean NaN or Inf. A failing batch is run again
+        once, eagerly, and the operation is named. With several replicas, a verdict rests on the
+        model's parameters and the scale alone in later steps. It cannot tell a NaN in the loss or
+        an activation from one in a gradient then, and says that gradients are Inf or NaN.
 
         Raises:
             TypeError: the scaler is not for Keras or tf-keras.

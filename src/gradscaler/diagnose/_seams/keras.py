@@ -24,12 +24,17 @@ def is_keras(model: object) -> bool:
     return any(isinstance(model, each) for each in found)
 
 
+def package_of(model: Model) -> str:
+    """The package of a model: ``"keras"``, which is Keras 3, or ``"tf_keras"``."""
+    keras: Any = sys.modules.get("keras")
+    is_new = keras is not None and hasattr(keras, "Variable")
+    return "keras" if is_new and isinstance(model, keras.layers.Layer) else "tf_keras"
+
+
 def backend_of(model: Model) -> str:
     """The backend of a model: ``"tensorflow"``, ``"jax"``, ``"torch"``, or another of Keras 3."""
-    keras: Any = sys.modules.get("keras")
-    if keras is not None and hasattr(keras, "Variable") and isinstance(model, keras.layers.Layer):
-        return str(keras.backend.backend())
-    return "tensorflow"
+    is_new = package_of(model) == "keras"
+    return str(sys.modules["keras"].backend.backend()) if is_new else "tensorflow"
 
 
 def layers_of(model: Model) -> dict[str, Layer]:

@@ -1,0 +1,95 @@
+"""``fit`` of Keras 2 under a watch: nothing changes, and the operation is named."""
+
+import io
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+import gradscaler
+from gradscaler._run_script import voice
+from gradscaler.tf_keras import LossScaleOptimizer
+from tests.support.marked_lines import lines_marked_in
+
+LINE = lines_marked_in(__file__)("the root")
+BAD = 3  # the first batch whose root has a slope of Inf
+
+
+class Root(tf_keras.layers.Layer):
+    """The norm of each row."""
+
+    def call(self, x):
+        return tf.sqrt(tf.reduce_sum(x * x, -1, keepdims=True))  # the root
+
+
+class Own(tf_keras.Sequential):
+    """With a step of its own, as in the guide of Keras 2."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+        self.optimizer.minimize(loss, self.trainable_variables, tape=tape)
+        return {"loss": loss}
+
+
+def trained(kind, optimizer, steps_per_execution=1, by_batch=False):
+    """The variables of a model and of its optimizer, after two rounds of four batches."""
+    tf_keras.utils.set_random_seed(0)
+    layers = tf_keras.layers.Dense(4, use_bias=False), Root(), tf_keras.layers.Dense(1)
+    model = kind([tf_keras.Input((4,)), *layers])
+    optimizer = optimizer()
+    model.compile(optimizer, "mse", steps_per_execution=steps_per_execution)
+    x = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
+    x[8 * BAD - 4] = 0
+    y = x.sum(1, keepdims=True)
+    if by_batch:
+        for first in (*range(0, 32, 8), *range(0, 32, 8)):
+            model.train_on_batch(x[first : first + 8], y[first : first + 8])
+    else:
+        model.fit(x, y, 8, 2, shuffle=False, verbose=0)
+    own = optimizer.variables
+    numbers = *model.variables, *(own() if callable(own) else own)
+    return [each.numpy().tobytes() for each in numbers]
+
+
+def scaled():
+    return LossScaleOptimizer(tf_keras.optimizers.SGD(1e-3))
+
+
+def legacy():
+    return tf_keras.mixed_precision.LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(1e-3))
+
+
+def plain():
+    return tf_keras.optimizers.SGD(1e-3)
+
+
+def said(monkeypatch, folder, *case, step=None):
+    """What is said of a training, whose bits stay the same."""
+    native = trained(*case)
+    monkeypatch.setattr(voice, "_STDERR", io.StringIO())
+    with gradscaler.watch(folder, step=step):
+        assert trained(*case) == native
+    return " ".join(voice._STDERR.getvalue().split())
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "by_batch"), [(tf_keras.Sequential, legacy, True), (Own, scaled, False)]
+)
+def test_a_skipped_step_is_run_again_at_once(kind, optimizer, by_batch, monkeypatch, tmp_path):
+    told = said(monkeypatch, tmp_path, kind, optimizer, 1, by_batch)
+    assert "2 of 8 steps were skipped" in told
+    assert "the gradient of sqrt in root" in told
+    assert f"{LINE}, though the loss is finite" in told
+    assert "not seen" not in told
+
+
+@pytest.mark.parametrize(("kind", "steps"), [(tf_keras.Sequential, 2), (Own, 1)])
+def test_a_watched_step_names_the_operation(kind, steps, monkeypatch, tmp_path):
+    told = said(monkeypatch, tmp_path, kind, plain, steps, step=BAD + 1)
+    assert "dense" in told
+    assert "kernel is NaN, by the gradient of sqrt in root" in told
+    assert f"{LINE}, though the loss is finite, and step" in told
+    assert f"The loss is nan at batch {BAD + 1} of epoch 1" in told
