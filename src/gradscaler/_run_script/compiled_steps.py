@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -36,7 +37,8 @@ class _Graph(NamedTuple):
     Attributes:
         trained: the parameters that the optimizer trains.
         parameters: all that it reads or changes, the optimizer's own among them.
-        scaler: the scaler whose scale is among them; None if there is none.
+        scaler: the scaler whose scale is among them, and which skips a failing step; None if there
+            is none.
     """
 
     trained: Sequence[Parameter]
@@ -162,14 +164,16 @@ class CompiledSteps:
                 trained |= of
         if not trained:
             return None
-        scalers = (each for each in self.scalers() if id(_scale_of(each)) in ids)
+        fixed = self._mindspore.amp.StaticLossScaler
+        skipping = (each for each in self.scalers() if not isinstance(each, fixed))
+        scalers = (each for each in skipping if id(scale_of(each)) in ids)
         return _Graph(list(trained.values()), parameters, next(scalers, None))
 
     def scalers(self) -> list[Any]:
-        """The scalers in memory whose scale moves."""
+        """The scalers in memory whose scale is a parameter."""
         kinds = self._mindspore.nn.TrainOneStepWithLossScaleCell, self._mindspore.amp.LossScaler
         parameter = self._mindspore.Parameter
-        return [each for each in in_memory(kinds) if isinstance(_scale_of(each), parameter)]
+        return [each for each in in_memory(kinds) if isinstance(scale_of(each), parameter)]
 
     def _see_call(self, again: partial[Any], made: Any) -> None:
         """Record a step after it."""
@@ -189,7 +193,7 @@ class CompiledSteps:
             if before is not None:
                 _set(graph.parameters, before)
             if graph.scaler is not None:  # so that a large scale is not the cause
-                scale = _scale_of(graph.scaler)
+                scale = scale_of(graph.scaler)
                 _set([scale], [np.ones_like(scale.asnumpy())])
             return model, partial(self._run_again, again)
 
@@ -230,9 +234,21 @@ class CompiledSteps:
                 yield from self._numbers(each)
 
 
-def _scale_of(scaler: Any) -> Parameter:
+def scale_of(scaler: Any) -> Parameter:
     """The scale of a train step, or of a scaler, which a fixed one holds as a number."""
     return getattr(scaler, "scale_sense", getattr(scaler, "scale_value", None))
+
+
+@contextmanager
+def at_scale_1(scaler: Any) -> Iterator[None]:
+    """Let a scaler scale nothing."""
+    scale = scale_of(scaler)
+    before = _values_of([scale])
+    try:
+        _set([scale], [np.ones_like(before[0])])
+        yield
+    finally:
+        _set([scale], before)
 
 
 def _values_of(parameters: Iterable[Parameter]) -> Values:

@@ -110,13 +110,24 @@ class WatchedRun:
         """A callback of Keras that records each step."""
         return self._monitor.callback()
 
-    def record(self, loss: Any, gradients: Mapping[str, Any] | None, replay: Any = None) -> None:
+    def record(
+        self,
+        loss: Any,
+        gradients: Mapping[str, Any] | None,
+        replay: Any = None,
+        finite: bool | None = None,
+    ) -> None:
         """Record a step of a loop whose scaler, if it has one, does not announce its steps.
 
-        Without one, the step is about to be applied. The gradients are None if they are unknown.
+        Without one, the step is about to be applied. The gradients are None if they are unknown;
+        ``finite`` says whether they are, if a scaler does not.
         """
         self.stepping([each for each in (gradients or {}).values() if each is not None])
-        self._monitor.record(loss=loss, gradients=gradients, replay=replay)
+        self._monitor.record(loss=loss, gradients=gradients, replay=replay, finite=finite)
+
+    def note_located(self, located: Located) -> None:
+        """Note where the failure of the step began that is recorded next."""
+        self._monitor.note_located(located)
 
     def stepping(self, gradients: Sequence[Any] = ()) -> None:
         """Note that an optimizer steps, with these gradients if no graph has shown them."""
