@@ -1,9 +1,13 @@
 """Loops of TensorFlow under ``gradscaler run``: nothing changes, and a failure has its cause."""
 
+import io
+import sys
 from pathlib import Path
 
 import pytest
 
+import gradscaler
+from gradscaler._run_script import voice
 from gradscaler.diagnose import read_run
 from tests.support.keras_like import FRAMEWORK
 from tests.support.scripts import fixtures_of, lines_of
@@ -64,3 +68,27 @@ def test_a_watched_step_names_the_operation_and_the_line(in_step_13):
         assert f"the gradient of sqrt at {SCRIPT}:{LINE['sqrt']}" in verdict
     assert f"log at {SCRIPT}:{LINE['log']}" in verdicts[3]
     assert "holds Inf or NaN in row 2 of 16" in verdicts[4]
+
+
+def test_a_call_that_loops_over_a_dataset_is_one_step_and_it_is_said(monkeypatch, tmp_path):
+    tf_keras = pytest.importorskip("tf_keras")
+    tensorflow = sys.modules["tensorflow"]
+    model, optimizer = tf_keras.layers.Dense(1), tf_keras.optimizers.SGD(0.1)
+    model.build((None, 2))
+    data = tensorflow.data.Dataset.from_tensor_slices(tensorflow.ones((12, 2))).batch(4)
+
+    @tensorflow.function
+    def epoch():
+        for batch in data:
+            with tensorflow.GradientTape() as tape:
+                loss = tensorflow.reduce_mean(model(batch) ** 2)
+            found = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(found, model.trainable_variables))  # noqa: B905 # traced
+
+    monkeypatch.setattr(voice, "_STDERR", io.StringIO())
+    with gradscaler.watch(tmp_path):
+        for _ in range(3):
+            epoch()
+    said = " ".join(voice._STDERR.getvalue().split())
+    assert said.count("a call of epoch() takes 3 steps and is counted as one.") == 1
+    assert "after 3 steps" in said

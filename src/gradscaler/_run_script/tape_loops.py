@@ -207,6 +207,8 @@ class TapeLoops:
             is_own = is_of_user(function.python_function)
             self._functions[function] = Traced() if is_own else None
         called = self._functions[function]
+        if called is not None and called.steps and called.before is None:
+            called.before = called.num_applied
         if called is not None and (called.steps or called.takes_gradient):
             call = Call(function, args, kwargs, None)
             for key, loop in self._loops.items():
@@ -219,6 +221,7 @@ class TapeLoops:
         """Record a step of each optimizer that stepped in a compiled function."""
         if not called.steps:
             self._latest = call if called.takes_gradient else self._latest
+        called.note_loop(call.function)
         for optimizer, variables in called.steps.values():
             loop = self._loop_of(optimizer, variables, is_compiled=True)
             if loop is None or loop.run is None:

@@ -19,6 +19,7 @@ from gradscaler._run_script.tape_steps import (
     Variable,
     tensorflow,
 )
+from gradscaler._run_script.voice import voice
 from gradscaler.diagnose import Located, locate
 from gradscaler.diagnose._locate.locate import locate_in
 from gradscaler.diagnose._locate.unnoticed import unnoticed
@@ -38,10 +39,29 @@ class Traced:
     Attributes:
         steps: the optimizers that step in it and their variables, by the optimizers' ids.
         takes_gradient: whether it takes a gradient by variables.
+        before: how many steps each optimizer had taken before its second call.
     """
 
     steps: dict[int, tuple[Optimizer, list[Variable]]] = field(default_factory=dict)
     takes_gradient: bool = False
+    before: list[int] | None = None
+    _is_known: bool = False  # whether a call takes several steps
+
+    @property
+    def num_applied(self) -> list[int]:
+        """How many steps each optimizer has taken."""
+        return [int(each.iterations.numpy()) for each, _ in self.steps.values()]
+
+    def note_loop(self, function: Function) -> None:
+        """Say once if a call takes several steps, as that of a loop over a dataset does."""
+        if self._is_known or self.before is None:
+            return
+        self._is_known = True
+        pairs = zip(self.num_applied, self.before, strict=True)
+        most = max(after - before for after, before in pairs)
+        if most > 1:
+            name = function.python_function.__name__
+            voice.note(f"a call of {name}() takes {most:,} steps and is counted as one.")
 
 
 class Call(NamedTuple):
