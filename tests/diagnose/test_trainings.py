@@ -33,10 +33,17 @@ assert all(
 pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
 
 
+KINDS = {kind for _, kind, *_ in TRAININGS.values()}
+OF_KIND = {kind: [name for name in TRAININGS if TRAININGS[name][1] == kind] for kind in KINDS}
+MANY = [name for names in OF_KIND.values() for number, name in enumerate(names) if number % 4]
+of_many = pytest.mark.rare("each kind has a quarter of its trainings, at least one")
+
+
 @pytest.mark.covering(1)  # both variants of a training get the same kind
 @pytest.mark.parametrize("variant", range(VARIANTS))
-@pytest.mark.parametrize("name", TRAININGS)
-@pytest.mark.some(75, "each kind has several trainings")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[of_many] * (name in MANY)) for name in TRAININGS]
+)
 def test_the_verdict_gives_cause_culprit_and_advice(name, variant, path):
     run, kind, where, advice = TRAININGS[name]
     setting = Setting(variant, path)
