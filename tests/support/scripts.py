@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.support import programs
+
 SECONDS = 600.0  # for a program, on a busy machine
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "GLOG_v": "3"}
 
 
 class Ran(NamedTuple):
@@ -34,7 +37,9 @@ class Ran(NamedTuple):
 
 def alone(script: Path, folder: Path) -> str:
     """What a script prints without gradscaler."""
-    return _run([str(script)], folder)[0]
+    ended = programs.run(script, cwd=folder, env={**os.environ, **QUIET})
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
 
 
 def watched(script: Path, folder: Path, *options: str) -> Ran:
@@ -71,14 +76,13 @@ def _number(path: Path) -> int:
 
 
 def _run(words: list[str], folder: Path) -> tuple[str, str]:
-    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "GLOG_v": "3"}
     ended = subprocess.run(
         [sys.executable, *words],
         cwd=folder,
         text=True,
         capture_output=True,
         timeout=SECONDS,
-        env={**os.environ, **quiet},
+        env={**os.environ, **QUIET},
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
