@@ -1,5 +1,6 @@
-"""What a watch of TensorFlow leaves alone: output and random numbers, as it runs a step again."""
+"""What a watch of TensorFlow leaves alone, as it runs a step again, and which run proposes one."""
 
+import io
 import random
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import gradscaler
+from gradscaler._run_script import voice
 from tests.support.injected import wrong_after_errors
 from tests.support.keras_like import BACKEND, keras
 
@@ -67,3 +69,16 @@ def test_a_step_that_is_run_again_prints_nothing_and_uses_up_no_random_number(
     with gradscaler.watch(tmp_path) as watch:
         assert run() == native
     assert (watch.verdict.findings[0].line is None) == calls_python
+
+
+def test_of_two_optimizers_the_first_to_fail_alone_proposes_a_watch(tmp_path, monkeypatch):
+    monkeypatch.setattr(voice, "_STDERR", io.StringIO())
+    first, second = tf.Variable([1.0]), tf.Variable([1.0])
+    with gradscaler.watch(tmp_path):
+        optimizers = keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.1)
+        for factor in (1.0, 1.0, 0.0, 1.0):
+            for variable, optimizer in zip((first, second), optimizers, strict=True):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(tf.sqrt(tf.abs(first * second) * factor))
+                optimizer.apply_gradients([(tape.gradient(loss, variable), variable)])
+    assert voice._STDERR.getvalue().count("names what made it") == 1

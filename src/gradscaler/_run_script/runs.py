@@ -100,5 +100,7 @@ class Runs:
 
     def _end_open(self) -> None:
         runs, self.open = self.open, {}
+        lost = [run.lost_at for run in runs.values() if run.lost_at is not None]
         for run in runs.values():
-            attempt(run.end)
+            # Of weights that are lost after others, those are most likely the cause.
+            attempt(partial(run.end, proposes_watch=run.lost_at in (None, min(lost, default=None))))

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from gradscaler._run_script.batches import prepared_by
@@ -59,6 +60,7 @@ class WatchedRun:
         guard.add(self)
         self._advice: set[str] = set()  # that was printed on the way
         self._lines_shown: set[str | None] = set()
+        self.lost_at: float | None = None  # when a failure that costs weights was told first
         self._source = ""  # what made a batch's numbers where no watch of this process can see it
         model = one_model(model)
         given, tell = (scaler, model, options.every), guarded(self._tell)
@@ -159,6 +161,8 @@ class WatchedRun:
             self._advice.add(finding.action)
             self._show_line(finding)
         is_lost = self._monitor.bad_step is not None or finding.kind in _LOST
+        if is_lost and self.lost_at is None:
+            self.lost_at = monotonic()
         if self._options.stop and is_lost:
             raise SystemExit(STOPPED)
 
@@ -202,8 +206,9 @@ class WatchedRun:
             self._watch.close()
         self._monitor.close()
 
-    def end(self) -> None:
+    def end(self, *, proposes_watch: bool = True) -> None:
         """Close the file, and print the verdict; a run without a step leaves no file."""
+        self._proposes_watch &= proposes_watch
         self._close()
         try:
             history, verdict = self._monitor.history, self._monitor.verdict
