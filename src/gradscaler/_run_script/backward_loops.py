@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 from gradscaler._run_script.after_init import after_init
 from gradscaler._run_script.kept_gradients import KeptGradients
-from gradscaler._run_script.runs import Runs
+from gradscaler._run_script.runs import LOOP, Runs
 from gradscaler._run_script.scaler_watch import ObservedScalers, ScalerWatch
 from gradscaler._run_script.step_watch import Search
 from gradscaler._run_script.undo import on_stop, replace
@@ -25,7 +25,6 @@ from gradscaler.diagnose._monitor.recorded_loop import Unscaled
 
 Optimizer = Any
 Tensor = Any
-_LOOP = 0  # the key of the loop without a scaler; others are the ids of scalers
 
 
 class BackwardLoops:
@@ -131,16 +130,16 @@ class BackwardLoops:
         self._stepping += 1
         if self._stepping > 1 or self._runs.is_off:
             return
-        is_scaled = any(key != _LOOP for key in self._runs.open)
+        is_scaled = any(key != LOOP for key in self._runs.open)
         if self._new and not is_scaled:
-            self._begin(_LOOP, None)
+            self._begin(LOOP, None)
         is_kept, name = self._kept.take(optimizer), self._name_of(optimizer)
         for run in self._runs.open.values() if is_kept else ():
             run.note_unzeroed(name)
         trained = [p for p in _parameters_of(optimizer) if p.requires_grad]
         gradients = {self._names.get(id(p), p.name): p.grad for p in trained}
-        if _LOOP in self._runs.open and gradients and not is_scaled:
-            self._runs.open[_LOOP].record(self._loss, gradients)
+        if LOOP in self._runs.open and gradients and not is_scaled:
+            self._runs.open[LOOP].record(self._loss, gradients)
             self._loss = None
 
     def _after_step(self, optimizer: Optimizer) -> None:
@@ -148,7 +147,7 @@ class BackwardLoops:
         if self._stepping or self._runs.is_off:
             return
         self._kept.note_step(optimizer, _parameters_of(optimizer))
-        self._runs.end_step(_LOOP)
+        self._runs.end_step(LOOP)
 
     def _name_of(self, optimizer: Optimizer) -> str:
         """The module of an optimizer's first parameter, if there are several optimizers."""

@@ -21,13 +21,10 @@ from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._locate.leaf_names import names_in_states, opaque_in, parameters_of
 from gradscaler.diagnose._locate.unnoticed import unnoticed
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
-from gradscaler.diagnose._monitor.replay import located_in
+from gradscaler.diagnose._monitor.replay import MOST_IN_VAIN, located_in
 
 Array = Any
 Function = Callable[..., Any]
-
-# A search runs a step primitive by primitive, and may take minutes.
-_MOST_IN_VAIN = 3
 
 
 class FunctionLoops:
@@ -282,7 +279,7 @@ class _Watched:
         self.function, self.users, self.of = function, of, function if grad else of
         self.takes_gradient = grad
         self.has_moved = self.leaves_out = False
-        self.num_searches = _MOST_IN_VAIN
+        self.num_searches = MOST_IN_VAIN
         self.is_leaf: Callable[[object], bool] | None = None
         self._numbers: dict[Any, Array] | None = None  # of the latest results, by their paths
         self._states: set[Any] = set()

@@ -19,6 +19,8 @@ from gradscaler._run_script.watched_run import WatchedRun
 from gradscaler.diagnose._findings.frameworks import framework_named
 from gradscaler.diagnose._graph.guard import guard
 
+LOOP = 0  # the key of a loop without a scaler, where others are the ids of scalers
+
 
 class Runs:
     """The runs of loops in one framework, by a key.

@@ -19,7 +19,7 @@ from gradscaler._run_script.after_import import after_import
 from gradscaler._run_script.after_init import after_init
 from gradscaler._run_script.models import models_of
 from gradscaler._run_script.options import MOST_RUNS
-from gradscaler._run_script.runs import Runs
+from gradscaler._run_script.runs import LOOP, Runs
 from gradscaler._run_script.scaler_watch import (
     MAKE_ONCE,
     OF_EACH_STEP,
@@ -48,7 +48,6 @@ _THEIRS = (
     "a GradScaler that was made before gradscaler.watch() scales this loss, so the training is not "
     "watched. Make the scaler after that call."
 )
-_LOOP = 0  # the key of the loop without a scaler; others are the ids of scalers
 
 
 class Session(Runs, backward_calls.BackwardListener):
@@ -162,7 +161,7 @@ class Session(Runs, backward_calls.BackwardListener):
     def before_backward(self, losses: Sequence[Any]) -> None:
         """Begin the run of a loop without a scaler, which hears of this backward pass, too."""
         if self._new and not self._is_full:  # else a scaler was first to see the new optimizers
-            self._begin(_LOOP, None)
+            self._begin(LOOP, None)
         backward_calls.ignore(self)
 
     def _begin_scaled(self, scaler: GradScaler) -> None:
@@ -242,7 +241,7 @@ class Session(Runs, backward_calls.BackwardListener):
         if loss is None:
             return
         if self._new and not self._is_full:  # it is the first loss of a run
-            self._begin(_LOOP, None)
+            self._begin(LOOP, None)
         for run in list(self.open.values())[-1:]:
             run.leave_out(loss)
 

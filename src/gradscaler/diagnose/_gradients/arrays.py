@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 Array = Any
 
+MOST_SAMPLED = 2**12  # elements of one array; they show a share of 1 % to within 0.3 %
 _UNKNOWN_TO_NUMPY = ("bfloat16", "float8")
 _OVERWRITTEN = "_overwrite_with_gradient"  # flax's collection, or its NNX type of variable
 
@@ -160,7 +161,7 @@ def dense(array: Array) -> Array:
     return array.coalesce().values() if is_sparse else array
 
 
-def sample_of(array: Array, limit: int) -> NDArray[Any]:
+def sample_of(array: Array, limit: int = MOST_SAMPLED) -> NDArray[Any]:
     """At most ``limit`` of an array's elements, evenly strided, on the host.
 
     The array's own framework picks the elements, so that no others are copied.

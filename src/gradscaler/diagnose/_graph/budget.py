@@ -7,6 +7,7 @@ from time import thread_time as processor_clock
 
 SHARE = 0.05  # of the training time, for all watches of a kind together
 WATCHED = 20  # mean step times that a watch of the modules must be able to take
+CREDIT = 1.0  # seconds beyond it: too few to be missed in a training that fails
 LOOKED_AT = 2  # the same, if their outputs are only looked at
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from gradscaler.diagnose._graph.budget import Budget
+from gradscaler.diagnose._graph.budget import CREDIT, Budget
 from gradscaler.diagnose._graph.call_origins import CallOrigins
 from gradscaler.diagnose._graph.calls import Call, CallWatch
 from gradscaler.diagnose._graph.hooks import weakly
 from gradscaler.diagnose._graph.places import Module, Places
 from gradscaler.diagnose._record.located import Located, is_exact
 
-_CREDIT = 1.0  # seconds: too few to be missed in a training that fails
 _MOST_IN_VAIN = 3  # failed steps: what three of them do not show is in the data, or hidden
 
 # Steps to watch after a failure until another one: a watched step is not quite as without a watch,
@@ -39,7 +38,7 @@ class UngraphedWatch:
 
     def __init__(self, model: Module | None, is_on: bool) -> None:
         self._model = model
-        self._budget = Budget(_CREDIT)
+        self._budget = Budget(CREDIT)
         self._left = _MOST_IN_VAIN * is_on  # failures that may show nothing
         self._is_wanted = False
         self._healthy_left = 0  # steps to watch until another failure

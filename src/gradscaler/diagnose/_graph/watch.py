@@ -9,7 +9,7 @@ from functools import partial
 
 from gradscaler.diagnose._gradients.arrays import local
 from gradscaler.diagnose._gradients.reading import Tensor, read
-from gradscaler.diagnose._graph.budget import Budget
+from gradscaler.diagnose._graph.budget import CREDIT, Budget
 from gradscaler.diagnose._graph.call_site import Node
 from gradscaler.diagnose._graph.hooks import OneCallHooks, weakly
 from gradscaler.diagnose._graph.lines import Tracebacks
@@ -28,7 +28,6 @@ _MOST_NEW = 3  # optimizers to trace for: a script may make one for each batch
 # so that a failure in a run's first steps is seen whatever they cost.
 _LITTLE, _LITTLE_CREDIT = 0.02, 0.02
 _AFTER_NAN = 50  # steps: a failure in 2 % of them comes again, and growth makes NaN more rarely
-_CREDIT = 1.0  # seconds: too few to be missed in a training that fails
 
 
 class GraphWatch:
@@ -57,7 +56,7 @@ class GraphWatch:
         self._model = model
         self._lines = Tracebacks()
         self._lines.start()
-        self._budget = Budget(_CREDIT)
+        self._budget = Budget(CREDIT)
         self._step = 0
         self._traces_left = 0  # steps to trace after a failure in a node that no trace has
         self._has_failed = self._has_read = self._is_told = self._is_traced = False

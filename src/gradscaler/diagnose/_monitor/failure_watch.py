@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from gradscaler.diagnose._gradients.reading import Tensor
-from gradscaler.diagnose._graph.budget import LOOKED_AT, WATCHED, Budget
+from gradscaler.diagnose._graph.budget import CREDIT, LOOKED_AT, WATCHED, Budget
 from gradscaler.diagnose._graph.hooks import weakly
 from gradscaler.diagnose._locate.locate import seam_of
 from gradscaler.diagnose._locate.module_hooks import ModuleHooks
@@ -16,8 +16,8 @@ from gradscaler.diagnose._record.located import Located, is_exact
 from gradscaler.diagnose._record.step import Step
 from gradscaler.diagnose._seams.eager import EagerSeam
 
-_CREDIT = 0.1  # seconds: too few to be missed, and enough to look at a short run's first steps
-_CREDIT_OF_OPERATIONS = 1.0  # as the watches of PyTorch's operations have
+# Seconds: too few to be missed, and enough to look at a short run's first steps.
+_CREDIT_OF_MODULES = 0.1
 
 
 class _Operations(ModuleHooks):
@@ -65,7 +65,7 @@ class FailureWatch:
         with suppress(TypeError):  # there may be no model
             self._hooks = _Operations(model) if finds_operations else ModuleHooks(model)
             self._hooks.may_continue = weakly(self._may_continue)
-        self._budget = Budget(_CREDIT_OF_OPERATIONS if finds_operations else _CREDIT)
+        self._budget = Budget(CREDIT if finds_operations else _CREDIT_OF_MODULES)
         self._next: float | None = None  # seconds for a watch of the next step, if wanted
         self._has_seen_failure = False
         self._is_sought = False  # whether a failed step has shown no operation yet

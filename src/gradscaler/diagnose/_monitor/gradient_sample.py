@@ -18,7 +18,6 @@ from gradscaler.diagnose._record.formats import format_named
 from gradscaler.diagnose._record.lines import Bins, ParameterSample, Shares
 
 EARLY = 2, 5, 10, 20, 50  # steps of a run that are sampled, about equally far apart in logarithm
-_MOST_ELEMENTS = 2**12  # of one gradient; they show a share of 1 % to within 0.3 %
 _MOST_WORST = 5  # parameters; each has a histogram in the line
 _SMALL = 0.05  # share of all gradients; below it, one that is all 0 is rather unused, as an expert
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, which fractions approximate worst of all
@@ -92,7 +91,7 @@ def measure(
     divisor = scale if scaled else 1.0
     if norm is None:
         norm = math.hypot(*map(_norm_of, gradients.values()))
-    parts = {name: sample_of(array, _MOST_ELEMENTS) for name, array in gradients.items()}
+    parts = {name: sample_of(array) for name, array in gradients.items()}
     parts = {
         n: part.astype(np.result_type(part, np.float32)) / np.float32(divisor)
         for n, part in parts.items()

@@ -21,7 +21,7 @@ Replay = Callable[[], Sequence[Any]]
 
 # A replay runs primitive by primitive, and may take minutes. A failure that three replays do not
 # show again comes from what they leave out, such as random numbers or parameters that have moved.
-_MOST_IN_VAIN = 3
+MOST_IN_VAIN = 3
 # Skips, each after an applied step, without a growth of the scale between them, from which on a
 # skip of unknown gradients may come from NaN. One is an overflow in any training; a second one may
 # be, which costs a replay.
@@ -43,7 +43,7 @@ class Replays:
     def __init__(self, log: StepLog) -> None:
         self._log = log
         # How many more replays may show nothing, of steps that failed (True) or may have.
-        self._num_left = {True: _MOST_IN_VAIN, False: _MOST_IN_VAIN}
+        self._num_left = {True: MOST_IN_VAIN, False: MOST_IN_VAIN}
         self._has_failed = False
         self._num_unexplained = 0  # skips after an applied step, since the scale last grew
         self._num_in_a_row = 0
@@ -106,7 +106,7 @@ class Replays:
             self._log.teller.warn_of_replay(error)
             return
         if found is not None:
-            self.located, self._num_left[has_failed] = found, _MOST_IN_VAIN
+            self.located, self._num_left[has_failed] = found, MOST_IN_VAIN
             self._log.add_watched(found)
 
 
