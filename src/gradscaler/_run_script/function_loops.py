@@ -19,6 +19,7 @@ from gradscaler.diagnose import Located
 from gradscaler.diagnose._graph.call_site import is_of_user
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._locate.leaf_names import names_in_states, opaque_in, parameters_of
+from gradscaler.diagnose._locate.locate import is_locating
 from gradscaler.diagnose._locate.unnoticed import unnoticed
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
 from gradscaler.diagnose._monitor.replay import MOST_IN_VAIN, located_in
@@ -79,7 +80,7 @@ class FunctionLoops:
 
     def call(self, watched: _Watched, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a watched function, and look at its result if it took a gradient."""
-        if self._runs.is_off:
+        if self._runs.is_off or is_locating.get():  # such as in a step of Keras that is run again
             return watched.function(*args, **kwargs)
         if watched.takes_gradient:
             for each in self._calling:
