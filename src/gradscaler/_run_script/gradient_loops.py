@@ -242,8 +242,8 @@ class GradientLoops:
             self._loops[key] = loop
             if key not in self._runs.open:
                 is_skipping = scaler is not None and not is_fixed
-                given = (scaler, model) if is_skipping else (Unscaled("mindspore"), None)
-                self._runs.begin(key, *given, has_watch=False)
+                given = scaler if is_skipping else Unscaled("mindspore")
+                self._runs.begin(key, given, model if is_skipping else None, has_watch=False)
         return loop
 
     def _scaler_of(self, function: Any) -> tuple[Any, bool]:

@@ -104,7 +104,7 @@ def conclude_without_step(options: argparse.Namespace) -> None:
         voice.conclude(_NO_STEP)
 
 
-def attempt(call: Callable[[], None]) -> None:
+def attempt(call: Callable[[], object]) -> None:
     """Make a call; what goes wrong in it must not end a training."""
     try:
         call()
