@@ -10,6 +10,8 @@ from functools import cached_property
 from itertools import count
 from pathlib import Path
 
+from gradscaler._run_script.voice import rank_of_process
+
 
 class RunFiles:
     """Names the files of the runs of this process, such as ``train-20260131-0935-4711.jsonl``.
@@ -18,8 +20,7 @@ class RunFiles:
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self._options, self._is_alone = options, "RANK" not in os.environ
-        self._rank = "" if self._is_alone else f".rank{os.environ['RANK']}"
+        self._options = options
 
     @cached_property
     def _start(self) -> str:
@@ -27,7 +28,7 @@ class RunFiles:
         script = Path(sys.argv[0])
         name = script.parent.name if script.stem == "__main__" else script.stem
         name = "notebook" if name == "ipykernel_launcher" else name
-        process = os.getpid() if self._is_alone else os.getppid()
+        process = os.getpid() if rank_of_process() is None else os.getppid()
         return f"{name or 'run'}-{time.strftime('%Y%m%d-%H%M')}-{process}"
 
     def next(self) -> Path:
@@ -38,9 +39,11 @@ class RunFiles:
         """
         folder: Path = self._options.folder
         folder.mkdir(parents=True, exist_ok=True)
+        rank = rank_of_process()  # a spawned process may join its group late
+        ending = "" if rank is None else f".rank{rank}"
         for number in count(1):
             run = f".{number}" if number > 1 else ""
-            path = folder / f"{self._start}{run}{self._rank}.jsonl"
+            path = folder / f"{self._start}{run}{ending}.jsonl"
             if not path.exists():
                 return path
         raise AssertionError("unreachable")

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from gradscaler._run_script.undo import on_stop
 
@@ -86,10 +87,11 @@ voice = Voice()
 
 
 def _print(text: str, *lines: str) -> None:
-    rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
-    wrapped = _PARAGRAPH.fill(f"gradscaler{rank}: {text}")
+    rank = rank_of_process()
+    speaker = "gradscaler" if rank is None else f"gradscaler (rank {rank})"
+    wrapped = _PARAGRAPH.fill(f"{speaker}: {text}")
     with suppress(OSError, ValueError, AttributeError):
-        if "tqdm" in sys.modules and _STDERR.isatty():
+        if "tqdm" in sys.modules:  # a log file, too, has its bar
             _STDERR.write("\n")  # below its bar
         _STDERR.write("\n  ".join([wrapped, *lines]) + "\n")
         _STDERR.flush()
@@ -112,9 +114,18 @@ def attempt(call: Callable[[], object]) -> None:
         voice.note(f"cannot watch this training: {type(error).__name__}: {error}")
 
 
+def rank_of_process() -> str | None:
+    """The rank of this process, which a launcher or a group of several says; None without one."""
+    if (rank := os.environ.get("RANK")) is not None:
+        return rank
+    found: Any = getattr(sys.modules.get("torch"), "distributed", None)
+    is_in_group = found is not None and found.is_available() and found.is_initialized()
+    return str(found.get_rank()) if is_in_group and found.get_world_size() > 1 else None
+
+
 def is_quiet_rank() -> bool:
     """Whether another rank says that nothing is wrong."""
-    return os.environ.get("RANK", "0") != "0"
+    return rank_of_process() not in (None, "0")
 
 
 def shown(path: Path) -> str:

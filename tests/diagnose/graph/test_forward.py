@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, ctc_loss, nll_loss
 
 from gradscaler.diagnose._graph.watch import GraphWatch
+from gradscaler.diagnose._record.source import source_of
 from tests.support.marked_lines import lines_marked_in
 
 line_with = lines_marked_in(__file__)
@@ -112,6 +113,19 @@ def test_an_operation_outside_of_the_model_is_named_with_its_line(loss_of, opera
     found = located(Net(), loss_of)
     assert (found.kind, found.module, found.operation) == ("forward", None, operation)
     assert found.line == line_with(loss_of.__name__)
+
+
+def test_a_line_of_an_installed_package_has_the_users_line_that_calls_it():
+    installed = "/lib/site-packages/trainer/losses.py"
+    names = {}
+    exec(
+        compile("def loss(model, x):\n    return (model(x).sum() * 0).log()", installed, "exec"),
+        names,
+    )
+    found = located(Net(), lambda model, x: names["loss"](model, x))  # calls
+    assert found.line == f"{installed}:2 (called from {line_with('calls')})"
+    source = source_of(found.line)
+    assert source.lines[source.number].endswith("# calls")
 
 
 @pytest.mark.parametrize(

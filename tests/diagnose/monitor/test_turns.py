@@ -150,16 +150,23 @@ def test_a_verdict_does_not_praise_a_loss_that_stands_still(rate, factor, said):
     assert said in monitor.verdict.text
 
 
-def test_a_verdict_does_not_praise_a_loss_that_rises():
+LOWER = "If it should have fallen, lower the learning rate."
+
+
+@pytest.mark.parametrize(
+    ("steps", "rise", "said"),
+    [(20, 1, LOWER), (6, 1, ", and 6 steps are too few to say more."), (6, 100, LOWER)],
+)
+def test_a_verdict_does_not_praise_a_loss_that_rises(steps, rise, said):
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     with Monitor(model=model, tell=lambda _: None) as monitor:
-        for step in range(20):
+        for step in range(steps):
             optimizer.zero_grad()
-            (model(torch.ones(8, 4)).square().mean() + step).backward()
+            (model(torch.ones(8, 4)).square().mean() + rise * step).backward()
             optimizer.step()
     assert monitor.verdict.kind == "normal"
-    assert monitor.verdict.text.endswith("If it should have fallen, lower the learning rate.")
+    assert monitor.verdict.text.endswith(said)
 
 
 def test_one_batch_with_a_small_loss_is_no_fall():

@@ -1,8 +1,10 @@
 """``gradscaler.watch()`` does what ``gradscaler run`` does, from inside, and undoes it."""
 
 import io
+import os
 import sys
 import threading
+from argparse import Namespace
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,6 +13,7 @@ import torch
 
 import gradscaler
 from gradscaler._run_script import voice
+from gradscaler._run_script.files import RunFiles
 from gradscaler._run_script.options import MOST_RUNS
 from gradscaler.diagnose import read_run
 from tests.support import programs
@@ -96,6 +99,22 @@ def test_quiet_says_nothing_before_the_verdict(tmp_path, monkeypatch, is_quiet):
         assert (said.getvalue() == "") == is_quiet
     assert ("as said above" in said.getvalue()) != is_quiet
     assert " ".join(said.getvalue().split()).count("Add a small number under the root") == 1
+
+
+def test_a_text_in_a_log_file_begins_below_the_bar_of_tqdm(monkeypatch, said):
+    monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace())
+    voice.voice.note("a text")
+    assert said.getvalue() == "\ngradscaler: a text\n"
+
+
+def test_a_process_of_a_group_is_a_rank_without_a_launcher(tmp_path, monkeypatch, said):
+    monkeypatch.delenv("RANK", raising=False)
+    for name, value in {"is_initialized": True, "get_rank": 1, "get_world_size": 2}.items():
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    voice.voice.note("a text")
+    assert said.getvalue().endswith("gradscaler (rank 1): a text\n")
+    file = RunFiles(Namespace(folder=tmp_path)).next()
+    assert file.name.endswith(f"-{os.getppid()}.rank1.jsonl")
 
 
 def test_what_went_wrong_with_a_quiet_watch_is_said_where_there_is_no_verdict(

@@ -12,6 +12,7 @@ from gradscaler.diagnose._record.lines import ParameterSample
 from gradscaler.diagnose._record.thresholds import (
     CLIPPED_AWAY,
     EARLY,
+    EXPLODED,
     FELL,
     FEW_CALLS,
     FEW_SAMPLES,
@@ -43,6 +44,8 @@ def whether_it_learns(evidence: Evidence) -> str:
     if evidence.is_scaled_by_hand:
         return f"{judged}, multiplied by the script's own loss scale."
     if losses[-1] > ROSE * abs(first) or -losses[-1] > RAN_AWAY * max(abs(first), 1.0):
+        if evidence.steps < EARLY and 0 < losses[-1] < EXPLODED * abs(first):
+            return f"{judged}, and {evidence.steps} steps are too few to say more."
         should = "fallen, lower the learning rate" if losses[-1] > 0 else _A_BOUND
         return f"{judged}. If it should have {should}."
     return _since_it_fell(evidence, went)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -31,6 +32,8 @@ _MOST_FORMS = 8  # in a row; a slice of a view of a cast is three
 LOGDET = "logdet"
 _PASSED = "calls.py", "search.py"  # the user's calls pass through them
 _FOR_FIT = "../_monitor/fit_batches.py"  # it calls the user's model in place of Keras' fit
+_INSTALLED = {"site-packages", "dist-packages"}
+_PYTHON = Path(os.__file__).parent  # its own library
 _COMPILED = "<eval_with_key>"  # the file of code that PyTorch's compiler writes
 
 Node = Any
@@ -50,15 +53,38 @@ def called_from(frames: Iterable[Frame]) -> tuple[str | None, str | None]:
     The frames are those of the operation, innermost first. In compiled code, its line is not known.
     """
     function: str | None = None
+    frames = iter(frames)
     for frame in frames:
         if frame.file.startswith(_COMPILED):
             break
         whose = _whose(frame.file)
         if whose == "user":
-            return function, shown_line(frame.file, frame.number)
+            return function, _with_caller(frame, frames)
         if whose == "functions":
             function = function or _public(frame.function)
     return function, None
+
+
+def _with_caller(frame: Frame, outer: Iterable[Frame]) -> str:
+    """A line; if it is an installed package's, also the user's line that led to it.
+
+    The outer frames are innermost first.
+    """
+    line = shown_line(frame.file, frame.number)
+    if is_installed(frame.file):
+        own = (
+            each for each in outer if _whose(each.file) == "user" and not is_installed(each.file)
+        )
+        if caller := next(own, None):
+            return f"{line} (called from {shown_line(caller.file, caller.number)})"
+    return line
+
+
+@cache
+def is_installed(filename: str) -> bool:
+    """Whether a file is of an installed package, or of Python itself."""
+    path = Path(filename)
+    return not _INSTALLED.isdisjoint(path.parts) or _PYTHON in path.parents
 
 
 def _public(function: str) -> str | None:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import dis
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from pathlib import Path
 from types import CodeType, FrameType
 
-from gradscaler.diagnose._graph.call_site import is_of_users_file, shown_line
+from gradscaler.diagnose._graph.call_site import is_installed, is_of_users_file, shown_line
 
 _CALLS = {
     "backward": ("backward",),
     "clip": ("clip_grad_norm_", "clip_grad_value_"),
     "eval": ("eval",),
 }
-_INSTALLED = {"site-packages", "dist-packages"}  # a trainer's own lines are not the user's
 
 
 def lines_around(frame: FrameType | None) -> dict[str, str]:
@@ -51,7 +49,7 @@ def _frames_from(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _is_installed(frame: FrameType) -> bool:
-    return not _INSTALLED.isdisjoint(Path(_file(frame)).parts)
+    return is_installed(_file(frame))
 
 
 def _file(frame: FrameType) -> str:

@@ -50,7 +50,8 @@ def source_of(line: str | None, started: str | None = None) -> Source | None:
     ``started`` is the time of the run's start, by default now; a file that was changed later may
     show another line.
     """
-    name, _, number = (line or "").rpartition(":")
+    own = (line or "").rpartition("(called from ")[2].removesuffix(")")  # of an installed package
+    name, _, number = own.rpartition(":")
     path, since = Path(name), time.time() if started is None else _seconds(started)
     if not number.isdecimal():
         return None
