@@ -1,6 +1,7 @@
 """The report on a run without a scaler."""
 
 import math
+import re
 
 import pytest
 
@@ -8,7 +9,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
 from gradscaler.__main__ import main
-from gradscaler.diagnose import Located
+from gradscaler.diagnose import Located, report
 from gradscaler.outcome import NonfiniteGradient
 from tests.support.reports import drawn, explained, printed
 from tests.support.run_files import append_run, bad_step, run_of, sample, start
@@ -71,3 +72,50 @@ def test_an_unknown_loss_of_a_bad_step_is_left_out():
     assert "The gradient of fc.weight is NaN, and step 3 was applied with it" in " ".join(
         text.split()
     )
+
+
+def test_the_page_shows_a_step_s_numbers_under_the_pointer_and_marks_the_first_bad_one(
+    run, tmp_path
+):
+    report.write(run, tmp_path / "run.html")
+    page = (tmp_path / "run.html").read_text()
+    strips = re.findall(r'<rect class="at" x="([\d.]+)" .*?<title>(.*?)</title>', page)
+    assert len(strips) == 50
+    assert strips[19][1] == "step 20: loss 1.6, gradient norm 1.5"
+    places = [float(place) for place, _ in strips]
+    assert places == sorted(set(places))
+    assert "The dotted line is step 30, the first bad one that was applied." in page
+    lines = [
+        line
+        for axes in drawn(run, tmp_path / "run.png").findobj(match=_is_axes)
+        for line in axes.lines
+        if line.get_linestyle() == ":"
+    ]
+    assert [list(line.get_xdata()) for line in lines] == [[30, 30]] * 2
+
+
+def test_numbers_that_are_never_finite_get_a_word_and_no_panel(tmp_path):
+    seen = {"kind": "sample", "step": 2, "steps": 2, "losses": [1.0, 0.5], "norm": math.nan}
+    run = run_of(start(policy={}, dtype="float32"), seen)
+    figure = drawn(run, tmp_path / "run.png")
+    assert [axes.get_title(loc="left") for axes in figure.findobj(match=_is_axes)] == ["Loss"]
+    assert "Gradient norm: never finite." in " ".join(explained(run).split())
+
+
+def test_a_rate_that_changes_has_a_panel_and_one_that_does_not_a_word(tmp_path):
+    def with_rates(*rates):
+        kept = [
+            {"kind": "sample", "step": n, "steps": 1, "losses": [1.0], "optimizers": {"rate": rate}}
+            for n, rate in enumerate(rates, 1)
+        ]
+        return run_of(start(policy={}, dtype="float32"), *kept)
+
+    titles = [
+        [
+            axes.get_title(loc="left")
+            for axes in drawn(run, tmp_path / "a.png").findobj(match=_is_axes)
+        ]
+        for run in (with_rates(0.1, 0.01), with_rates(0.1, 0.1))
+    ]
+    assert titles == [["Loss", "Learning rate"], ["Loss"]]
+    assert "Learning rate: 0.1." in " ".join(explained(with_rates(0.1, 0.1)).split())

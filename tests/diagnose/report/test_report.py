@@ -195,11 +195,11 @@ def test_the_facts_name_the_run_the_script_the_time_and_the_versions(tmp_path, s
     ) in Page(target.read_text(encoding="utf-8")).texts
 
 
-def test_numbers_that_are_never_finite_and_a_fixed_scale_have_no_made_up_axis(tmp_path):
+def test_numbers_that_are_never_finite_have_no_panel_and_a_fixed_scale_no_made_up_axis(tmp_path):
     losses = [run_files.sample(step, 8.0, [(step, 8.0)], 1, [], math.nan) for step in (1, 2)]
     figure = drawn(run_of(*losses), tmp_path / "report.png")
     axes = {each.get_title(loc="left"): each for each in figure.axes}
-    assert axes["Loss"].get_yticks().tolist() == []
+    assert "Loss" not in axes
     figure.draw_without_rendering()
     labels = [label.get_text() for label in axes["Loss scale"].get_yticklabels()]
     assert len(set(labels)) == len(labels)

@@ -96,6 +96,13 @@ class RecordedRun:
         return {sample.step: sample.norm for sample in self.samples if sample.norm is not None}
 
     @cached_property
+    def rates(self) -> dict[int, float]:
+        """The largest learning rate by step, where it was seen."""
+        seen = {each.step: each.optimizers for each in self.samples}
+        rates = {step: found.rate for step, found in seen.items() if found is not None}
+        return {step: rate for step, rate in rates.items() if rate is not None}
+
+    @cached_property
     def shares(self) -> dict[int, Shares]:
         """The shares of the gradients by step, where they were seen."""
         return {sample.step: sample.shares for sample in self.samples if sample.shares is not None}

@@ -56,6 +56,20 @@ class Course(NamedTuple):
     curves: Mapping[str, Mapping[int, float]]  # numbers by step, such as losses, by their name
     shares: Mapping[int, Shares]
     dtype: str  # the format that the shares refer to
+    first_bad: int | None = None  # the first step that was applied with an Inf or NaN
+
+    def at(self, step: int) -> str:
+        """The numbers of a step, or the latest before it, in one line."""
+        numbers = {"loss scale": self.scales} if self.scales else {}
+        numbers |= {name.lower(): points for name, points in self.curves.items()}
+        latest = {
+            name: max((s for s in points if s <= step), default=None)
+            for name, points in numbers.items()
+        }
+        texts = [
+            f"{name} {number(numbers[name][s])}" for name, s in latest.items() if s is not None
+        ]
+        return f"step {step:,}: {', '.join(texts)}"
 
 
 @dataclass(frozen=True)
@@ -83,7 +97,9 @@ def content_of(run: Run) -> Content:
     """The report on one run."""
     verdict, latest = run.verdict, run.latest
     kinds = {verdict.kind, *(finding.kind for finding in verdict.findings)}
-    norms = {"Gradient norm": run.norms}
+    curves = {"Gradient norm": run.norms}
+    if len(set(run.rates.values())) > 1:
+        curves["Learning rate"] = run.rates
     found = next(iter(latest.verdict.findings), None)
     if found is not None and found.kind != verdict.kind:  # it is about the ranks
         found = None
@@ -92,7 +108,7 @@ def content_of(run: Run) -> Content:
         verdict.text,
         _with_rows(_origins(latest)),
         _facts_of(latest),
-        {"": _course_of(run, norms, run.shares)} if _has_course(run) else {},
+        {"": _course_of(run, curves, run.shares)} if _has_course(run) else {},
         latest.fit if any(kind_of(kind).shows_fit for kind in kinds) else None,
         _with_rows(_skips(latest), _bad_steps(latest), _ranks(run)),
         "" if found is None else found.action,
@@ -156,6 +172,11 @@ def _facts_of(run: Run) -> str:
         facts["Skipped"] = _skipped(run)
     if run.scales:
         facts["Loss scale"] = ends(list(map(number, run.scales.values())))
+    if len(set(run.rates.values())) == 1:
+        facts["Learning rate"] = number(*set(run.rates.values()))
+    for name, points in {"Loss": run.losses, "Gradient norm": run.norms}.items():
+        if points and not any(map(math.isfinite, points.values())):
+            facts[name] = "never finite"
     if run.num_losses > 1:
         facts["Losses in a step"] = (
             f"{run.num_losses:,} (the loss shown is the last one: under accumulation, the share of "
@@ -195,15 +216,21 @@ def _shares_of(where: str, run: Run) -> dict[str, str]:
 
 def _has_course(run: Run) -> bool:
     """Whether anything was seen of a run's steps."""
-    return bool(run.scales or run.losses or run.norms)
+    curves = run.losses, run.norms
+    return bool(run.scales) or any(math.isfinite(n) for points in curves for n in points.values())
 
 
 def _course_of(
     run: Run, curves: Mapping[str, Mapping[int, float]], shares: Mapping[int, Shares]
 ) -> Course:
     dtype = shown(run.starts[-1].dtype, 20)
-    seen = {name: points for name, points in {"Loss": run.losses, **curves}.items() if points}
-    return Course(run.num_steps, run.scales, run.skipped, seen, shares, dtype)
+    both = {"Loss": run.losses, **curves}
+    seen = {
+        name: points for name, points in both.items() if any(map(math.isfinite, points.values()))
+    }
+    applied = [bad.step for bad in run.bad_steps if not bad.is_left_out]
+    first_bad = min(applied, default=None)
+    return Course(run.num_steps, run.scales, run.skipped, seen, shares, dtype, first_bad)
 
 
 def _with_rows(*tables: Table) -> list[Table]:

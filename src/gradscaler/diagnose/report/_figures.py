@@ -78,6 +78,7 @@ class Drawing(NamedTuple):
     caption: str  # how to read the figure
     height: float  # in inches, at a width of `WIDTH`
     draw: Callable[[FigureBase], None]  # on an empty figure
+    readings: Mapping[int, str] = {}  # what is shown of a step, where its axis has steps
 
 
 class _Panel(NamedTuple):
@@ -123,7 +124,19 @@ def over_time(courses: Mapping[str, Course]) -> Drawing:
             "The loss scale that each step used, and how many steps were skipped up to it. "
             f"{caption}"
         )
-    return Drawing("Over time", caption, height, partial(_draw, courses=courses, panels=panels))
+    drawn = partial(_draw, courses=courses, panels=panels)
+    if len(runs) > 1:
+        return Drawing("Over time", caption, height, drawn)
+    if runs[0].first_bad is not None:
+        caption += (
+            f" The dotted line is step {runs[0].first_bad:,}, the first bad one that was applied."
+        )
+    steps = sorted(
+        {step for points in (runs[0].scales, *runs[0].curves.values()) for step in points}
+    )
+    steps = steps[:: math.ceil(len(steps) / _MOST_POINTS)]
+    readings = {step: runs[0].at(step) for step in steps}
+    return Drawing("Over time", caption, height, drawn, readings)
 
 
 def _draw(figure: FigureBase, courses: Mapping[str, Course], panels: Sequence[_Panel]) -> None:
@@ -134,6 +147,9 @@ def _draw(figure: FigureBase, courses: Mapping[str, Course], panels: Sequence[_P
         panel.draw(axes)
         axes.yaxis.grid(color="#D8D8D8")
         axes.set_axisbelow(True)
+        for run in courses.values():
+            if run.first_bad is not None:
+                axes.axvline(run.first_bad, color=LEVELS["bad"], linewidth=1, linestyle=":")
     axes.set_xlim(0.5, max(1, *(run.num_steps for run in courses.values())) + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
@@ -204,10 +220,6 @@ def _draw_curves(axes: Axes, curves: Sequence[Mapping[int, float]]) -> None:
         seen += [finite.min(), finite.max()] if finite.size else []
     axes.margins(y=0.05 + 0.08 * num_marked)  # the marks are above the curves
     low, high = min(seen, default=0.0), max(seen, default=0.0)
-    if not seen:
-        axes.set_yticks([])  # there is no number to measure
-        axes.text(0.5, 0.5, "never finite", transform=axes.transAxes, ha="center", va="center")
-        return
     if _SMALLEST < low < high / 100:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: power(10, math.log10(value))))

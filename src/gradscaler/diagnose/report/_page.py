@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from html import escape
 from io import StringIO
+from itertools import pairwise
 from string import Template
 
 from matplotlib import rc_context
@@ -53,8 +55,23 @@ def _figure(drawing: Drawing) -> str:
     assert found
     box, shapes = found.groups()
     shapes = re.sub(r'<g id="[^"]*">', "<g>", shapes)  # nothing refers to a group
+    shapes += "".join(_readings(drawing, drawn, *map(float, box[:-1].split()[-2:])))
     caption = escape(drawing.caption)
     return _FIGURE.substitute(title=drawing.title, caption=caption, box=box, shapes=shapes)
+
+
+def _readings(drawing: Drawing, drawn: Figure, width: float, height: float) -> Iterator[str]:
+    """Invisible strips over the steps, each with the numbers that a pointer on it shows."""
+    steps = list(drawing.readings)
+    if not steps:
+        return
+    to_pixels, whole = drawn.axes[-1].transData.transform, drawn.bbox.width
+    middles = [(a + b) / 2 for a, b in pairwise(steps)]
+    ends = [steps[0] - 0.5, *middles, steps[-1] + 0.5]
+    places = [to_pixels((end, 1))[0] / whole * width for end in ends]
+    for text, (left, right) in zip(drawing.readings.values(), pairwise(places), strict=True):
+        strip = f'class="at" x="{left:.1f}" y="0" width="{right - left:.1f}" height="{height:.0f}"'
+        yield f"<rect {strip}><title>{escape(text)}</title></rect>"
 
 
 def _table(table: Table) -> str:
@@ -73,7 +90,10 @@ def _table(table: Table) -> str:
 _FIGURE = Template("""<section>
 <h2>$title</h2>
 <figure>
+<input type="checkbox" class="zoom" aria-label="Larger" title="Larger">
+<div class="scroll" tabindex="0">
 <svg role="img" aria-label="$title. $caption" $box>$shapes</svg>
+</div>
 <figcaption>$caption</figcaption>
 </figure>
 </section>
@@ -123,12 +143,22 @@ header p { margin: .5rem 0 0; }
 section { break-inside: avoid; min-width: 0; padding-top: 1.5rem; }
 figure { margin: 0; }
 svg { display: block; width: 100%; height: auto; }
+.zoom { position: relative; float: right; z-index: 1; cursor: zoom-in; }
+.zoom:checked + .scroll svg { width: 300%; } /* the page needs no script */
+.at { fill: transparent; }
+.at:hover { fill: #80808030; }
 svg text { font-family: system-ui, sans-serif !important; }
 .action { font-weight: 600; user-select: all; } /* one click selects it */
-header pre { font-size: .9rem; margin: .3rem 0 .5rem; overflow-x: auto; }
+header pre { font-size: .9rem; margin: .3rem 0 .5rem; }
+/* What scrolls has a shadow at its right, until it is scrolled to its end. */
+header pre, .scroll {
+  overflow-x: auto;
+  background:
+    linear-gradient(to left, var(--paper) 30%, transparent) right / 3rem 100% no-repeat local,
+    linear-gradient(to left, var(--dim), transparent) right / .7rem 100% no-repeat scroll;
+}
 mark { background: none; color: var(--level); font-weight: 700; }
 .dim, figcaption { color: var(--dim); font-size: .85rem; }
-.scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid var(--rule); padding: .3rem .7rem .3rem 0; text-align: right; }
 .name { text-align: left; overflow-wrap: anywhere; min-width: 8rem; }
@@ -136,6 +166,7 @@ th, td { border-bottom: 1px solid var(--rule); padding: .3rem .7rem .3rem 0; tex
   .figures { columns: 2; column-gap: 2.5rem; }
   .figures section:only-child { column-span: all; max-width: 50rem; }
 }
+@media print { .zoom { display: none; } }
 @media print { main { max-width: none; padding: 0; } }
 </style>
 </head>
