@@ -128,6 +128,13 @@ def a_scope_that_is_named_transpose(weights, inputs):
         return (inputs @ weights / jnp.zeros(4)).sum()  # HERE
 
 
+@fails("log1p", *BACKWARD)
+def log1p_of_minus_1_that_where_leaves_out(weights, inputs):
+    chances = inputs @ weights
+    logarithms = jnp.log1p(chances * 0 - 1)  # HERE
+    return jnp.where(chances > 1e9, logarithms, chances).mean()
+
+
 @fails("sqrt", *BACKWARD)
 def square_root_of_0(weights, inputs):
     hidden = inputs @ weights

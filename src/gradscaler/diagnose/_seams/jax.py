@@ -229,12 +229,17 @@ def _with_forward(equations: Sequence[Equation], places: Sequence[_Place]) -> li
             made_at.setdefault(equation.source_info.traceback, name)
             reads |= {(place.line, id(atom)): name for atom in equation.invars}
 
-    def of(equation: Equation, place: _Place) -> str | None:
-        read = (reads.get((place.line, id(atom))) for atom in equation.invars)
-        return made_at.get(equation.source_info.traceback) or next(filter(None, read), None)
-
-    pairs = zip(equations, places, strict=True)
-    return [p if p.kind == "forward" else p._replace(of=of(e, p)) for e, p in pairs]
+    found = []
+    for equation, place in zip(equations, places, strict=True):
+        name = None
+        if place.kind == "backward":
+            own = (reads.get((place.line, id(atom))) for atom in equation.invars)
+            name = made_at.get(equation.source_info.traceback) or next(filter(None, own), None)
+        if name is not None and "transpose(" not in str(equation.source_info.name_stack):
+            # Such as 1 + x, by which the gradient of log1p divides.
+            reads |= {(place.line, id(atom)): name for atom in equation.outvars}
+        found.append(place._replace(of=name))
+    return found
 
 
 def _call_of(equation: Equation) -> tuple[str | None, str | None]:
