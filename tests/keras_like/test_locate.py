@@ -300,3 +300,17 @@ def test_the_verdict_names_the_operation_and_the_line():
     for _ in range(20):
         monitor.record(finite=False, loss=-INF, replay=lambda: (model, step))
     assert f"makes 64 Inf in float32, by log at {line_of(log_of_0)}" in monitor.verdict.text
+
+
+def test_an_eps_that_float16_rounds_to_0_is_told():
+    layer = layers.Dense(1, use_bias=False, kernel_initializer="ones", dtype="float16")
+    model = keras.Sequential([layer])
+    model(INPUTS)
+    optimizer = LossScaleOptimizer(keras.optimizers.Adam(1e-3, epsilon=1e-8))
+    gradient = ops.cast(np.zeros((4, 1)), "float16")
+    optimizer.apply_gradients([(gradient, layer.kernel)])
+    assert np.isnan(numpy(layer.kernel)).all()
+    monitor = Monitor(optimizer, model, on_stuck="continue")
+    for _ in range(20):
+        monitor.record(finite=False, loss=np.nan)
+    assert "an eps of 1e-08, which is 0 in the float16 of its parameters" in monitor.verdict.text

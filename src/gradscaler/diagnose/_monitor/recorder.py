@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradscaler.diagnose._gradients.arrays import Array, named_arrays
+import numpy as np
+
+from gradscaler.diagnose._gradients.arrays import Array, dtype_name, named_arrays
 from gradscaler.diagnose._gradients.reading import inspect
 from gradscaler.diagnose._graph.guard import guard
 from gradscaler.diagnose._monitor.gradient_sample import fields_of, is_sampled, measure
@@ -66,7 +68,7 @@ class Recorder(StepSource):
         """Note the scaler's present state."""
         policy, first = policy_of(self.scaler), state_of(self.scaler)
         self._growth_interval = getattr(policy, "growth_interval", getattr(policy, "period", 1))
-        self.parameters = RecordedParameters(self.model)
+        self.parameters = RecordedParameters(self.model, scaler=self.scaler)
         self.events = list[Counted]()  # of the step that is recorded next
         self._replays = Replays(self.log)
         # The first item is in the log already, or stands for the start. The list is replaced, not
@@ -171,10 +173,19 @@ class RecordedParameters:
 
     model: Any
     latest: object = None
+    scaler: object = None
 
     def of_optimizers(self, is_stuck: bool) -> dict[str, Any]:
-        """No fields: a recorded step gives no optimizer."""
-        return {}
+        """What the scaler of Keras shows of its optimizer. No other one holds any."""
+        return {"lost_eps": self._lost_eps()} if is_stuck else {}
+
+    def _lost_eps(self) -> float | None:
+        """The optimizer's eps if it is 0, also in its parameters' float16; else None."""
+        eps = getattr(getattr(self.scaler, "inner_optimizer", None), "epsilon", None)
+        if not isinstance(eps, (int, float)) or np.float16(eps):
+            return None
+        kinds = map(dtype_name, parameters_of(self.model).values())
+        return float(eps) if not eps or "float16" in kinds else None
 
     def nonfinite(self) -> tuple[NonfiniteGradient, ...]:
         """The parameters that hold an Inf or a NaN."""
