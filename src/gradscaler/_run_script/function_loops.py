@@ -6,10 +6,12 @@ import argparse
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial, update_wrapper
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial, update_wrapper
 from types import MethodType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
 
 from gradscaler._run_script.after_import import after_import
 from gradscaler._run_script.runs import Runs
@@ -140,14 +142,18 @@ class FunctionLoops:
         if watched.key not in self._runs.open:
             return
         args, kwargs = given
-        paths = self._jax.tree_util.tree_leaves_with_path(results)
-        leaves = [(path, leaf) for path, leaf in paths if _is_floating(leaf)]
-        numbers = self._jax.tree_util.tree_leaves(given, watched.is_leaf)
-        is_there = not any(getattr(each, "is_deleted", bool)() for each in numbers)
-        kept = self._kept(watched, args, results)
-        changes = (pair for pairs in kept.values() for pair in pairs if is_there)
-        pairs = [pair for pair in changes if _is_array(pair[1])]
-        *finite, is_same = self._look([leaf for _, leaf in leaves], pairs)
+        before, _ = flat = self._jax.tree_util.tree_flatten(given, watched.is_leaf)
+        made, _ = flat_results = self._jax.tree_util.tree_flatten(results)
+        key = *_kinds(*flat), *_kinds(*flat_results)
+        places = watched.places.get(key)
+        if places is None:
+            places = watched.places[key] = self._places(watched, args, results)
+        leaves = [(path, made[at]) for path, at in places.floating]
+        is_there = not any(getattr(each, "is_deleted", bool)() for each in before)
+        pairs = [(before[old], made[new]) for old, new in places.changed if is_there]
+        # At once: an array of JAX gives its numbers one by one, each by a program of its own.
+        look = self._look([leaf for _, leaf in leaves], pairs)
+        *finite, is_same = np.asarray(look).tolist()
         # A number is a loss or a metric; only a model of numbers alone has parameters of that kind.
         has_arrays = any(leaf.ndim for _, leaf in leaves)
         all_bad = [pair for pair, is_ok in zip(leaves, finite, strict=True) if not is_ok]
@@ -157,12 +163,8 @@ class FunctionLoops:
         run = self._runs.open[watched.key]
         is_left_out = bool(is_same) and self._is_left_out(watched, run, again, args)
         watched.has_moved |= bool(pairs) and not is_same
-        states = watched.states_in(numbers, leaves)
-        others = [
-            leaf
-            for path, leaf in leaves
-            if _place(path, results)[0] not in kept and path not in states
-        ]
+        states = watched.states_in(before, leaves)
+        others = [made[at] for path, at in places.others if path not in states]
         run.record(
             self._loss_in(leaves, others, nonfinite, watched.of is watched.function),
             self._named(bad, watched, args, results) if bad and not is_left_out else {},
@@ -183,24 +185,32 @@ class FunctionLoops:
             run.leave_unchanged(located)
         return watched.leaves_out
 
-    def _kept(self, watched: _Watched, args: Any, results: Any) -> dict[int, list[tuple[Any, Any]]]:
-        """The leaves of each result that takes the place of an argument, and those before.
+    def _places(self, watched: _Watched, args: Any, results: Any) -> _Places:
+        """Where the numbers of a step are, by the structure of its arguments and results.
 
-        It is a state, by its place: it has the argument's structure, and holds an array.
+        A result takes the place of an argument, as a state does, if it has its structure and holds
+        an array.
         """
+        paths = self._jax.tree_util.tree_leaves_with_path(results)
+        floating = [(path, at) for at, (path, leaf) in enumerate(paths) if _is_floating(leaf)]
+        given = {key: (at, leaves) for key, at, leaves in self._each(watched, args)}
+        given = {key: each for key, each in given.items() if any(map(_is_array, each[1]))}
+        changed, states = list[tuple[int, int]](), set[int]()
+        for number, (key, at, leaves) in enumerate(self._each(watched, _items(results))):
+            if key in given:
+                states.add(number)
+                places = ((given[key][0] + each, at + each) for each in range(len(leaves)))
+                changed += [pair for pair in places if _is_array(leaves[pair[1] - at])]
+        others = [each for each in floating if _place(each[0], results)[0] not in states]
+        return _Places(floating, others, changed)
 
-        def flat(value: Any) -> tuple[list[Any], Any]:
+    def _each(self, watched: _Watched, values: Any) -> Iterator[tuple[Any, int, list[Any]]]:
+        """The structure of each value, the place of its first leaf among all, and its leaves."""
+        at = 0
+        for value in values:
             leaves, structure = self._jax.tree_util.tree_flatten(value, watched.is_leaf)
-            kinds = [(getattr(x, "shape", None), str(getattr(x, "dtype", None))) for x in leaves]
-            return leaves, (structure, *kinds)
-
-        before = {key: leaves for leaves, key in map(flat, args) if any(map(_is_array, leaves))}
-        each = enumerate(map(flat, _items(results)))
-        return {
-            at: list(zip(before[key], after, strict=True))
-            for at, (after, key) in each
-            if key in before
-        }
+            yield _kinds(leaves, structure), at, leaves
+            at += len(leaves)
 
     def _located_in(self, step: Function, args: Any) -> Located | None:
         """Where an Inf or NaN in the gradients of a step began, which left the weights unchanged.
@@ -256,6 +266,20 @@ class FunctionLoops:
         return {in_states.get(id(leaf)) or name(path): leaf for path, leaf in leaves}
 
 
+class _Places(NamedTuple):
+    """Where numbers are among the leaves of a step's arguments and results.
+
+    Attributes:
+        floating: the paths and the places of the results that are floating-point numbers.
+        others: those of them that take the place of no argument.
+        changed: the places of arrays of arguments, and of the results that take theirs.
+    """
+
+    floating: list[tuple[Any, int]]
+    others: list[tuple[Any, int]]
+    changed: list[tuple[int, int]]
+
+
 def _watched(function: Function, of: Function, takes_gradient: bool) -> _Watched | None:
     return _Watched(function, of, takes_gradient) if is_of_user(of) else None
 
@@ -273,6 +297,7 @@ class _Watched:
         leaves_out: whether a call has left them as they were for an Inf or NaN.
         num_searches: how many more calls that leave them may be searched for one.
         is_leaf: what tells the leaves of its latest arguments; None if JAX does.
+        places: where numbers are in its arguments and results, by the structure of these.
     """
 
     def __init__(self, function: Function, of: Function, grad: bool) -> None:
@@ -282,6 +307,7 @@ class _Watched:
         self.has_moved = self.leaves_out = False
         self.num_searches = MOST_IN_VAIN
         self.is_leaf: Callable[[object], bool] | None = None
+        self.places: dict[Any, _Places] = {}
         self._numbers: dict[Any, Array] | None = None  # of the latest results, by their paths
         self._states: set[Any] = set()
         self.key: object = getattr(inspect.unwrap(of), "__code__", of) if grad else self
@@ -333,9 +359,19 @@ def _unnoticed(step: Function, users: Function) -> Function:
     return update_wrapper(again, users, updated=())
 
 
+def _kinds(leaves: list[Any], structure: Any) -> tuple[Any, ...]:
+    """A structure, and the shape and dtype of each leaf."""
+    kinds = ((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves)
+    return structure, *kinds
+
+
 def _is_floating(leaf: Any) -> bool:
-    dtype = str(getattr(leaf, "dtype", ""))
-    return dtype.startswith(("float", "bfloat", "complex")) and bool(leaf.size)
+    return _is_inexact(getattr(leaf, "dtype", None)) and bool(leaf.size)
+
+
+@cache
+def _is_inexact(dtype: Any) -> bool:
+    return str(dtype).startswith(("float", "bfloat", "complex"))
 
 
 def _is_array(leaf: Any) -> bool:
