@@ -667,6 +667,8 @@ def bench_session(framework: str, environment: str) -> None:
                 large = ["--large"] * (name == "torch_large")  # needs 6 GB
                 run_benchmark(session, environment, name, *large)
         run_benchmark(session, environment, "imports", framework)
+        if framework != "torch":  # which torch_run times
+            run_benchmark(session, environment, "run_loops", framework)
 
 
 for framework, environment in ENVIRONMENT_OF.items():

@@ -194,7 +194,7 @@ def read_results(folder: str = "results") -> Results:
 
 def framework_of(benchmark: str) -> str:
     """The framework that a benchmark's file is named after."""
-    name = benchmark.removeprefix("imports_")
+    name = benchmark.removeprefix("imports_").removeprefix("run_loops_")
     return max((each for each in NAMES if name.startswith(each)), key=len)
 
 
@@ -209,6 +209,8 @@ def section_of(benchmark: str) -> str:
     """The heading of a benchmark on its framework's page."""
     if benchmark.startswith("imports_"):
         return "Import and constructor"
+    if benchmark.startswith("run_loops_"):
+        return SECTIONS["torch_run"]
     return SECTIONS.get(benchmark, "A step")
 
 
