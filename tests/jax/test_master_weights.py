@@ -713,7 +713,8 @@ def test_the_arrays_of_an_equinox_model_take_its_updates(store, exact):
     model = eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0))
     wide, static = eqx.partition(model, eqx.is_array)
     optimizer = master_weights(optax.adamw(0.01), store, cast=cast, **STORES[store])
-    arrays, state = cast(wide), optimizer.init(wide)
+    # Uncompiled, each of its operations is compiled for each shape, which takes a minute.
+    arrays, state = cast(wide), jax.jit(optimizer.init)(wide)
 
     @eqx.filter_jit
     def step(model, state, batch):
