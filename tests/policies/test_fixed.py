@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradscaler import FixedScale, ScaleState
+from gradscaler import DynamicScale, FixedScale, ScaleState
+from gradscaler.policies import counts_nonfinite_steps, first_scale
 
 SMALLEST_NORMAL = 2.0**-126
 LARGEST = (2.0 - 2.0**-23) * 2.0**127
@@ -45,6 +46,29 @@ def test_the_first_state_is_a_float32_and_two_zeros():
     state = FixedScale(128).init()
     assert state == ScaleState(128.0, 0, 0)
     assert type(state.scale) is np.float32
+
+
+class Own:
+    """A policy of the user's, without a hysteresis."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "counts"),
+    [
+        (FixedScale(8), False),
+        (DynamicScale(hysteresis=1), False),
+        (DynamicScale(hysteresis=2), True),
+        (Own(), True),
+    ],
+    ids=["fixed", "none", "two", "own"],
+)
+def test_steps_that_fail_are_counted_for_a_policy_that_may_use_their_number(policy, counts):
+    assert counts_nonfinite_steps(policy) is counts
+
+
+@pytest.mark.parametrize("policy", [FixedScale(0.1), DynamicScale(init_scale=0.1)])
+def test_the_first_scale_is_as_it_was_given(policy):
+    assert first_scale(policy) == 0.1
 
 
 def test_the_scale_has_no_default():

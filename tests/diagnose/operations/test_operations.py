@@ -13,8 +13,8 @@ from torch.autograd import grad
 
 # The texts of findings show a row only for a failure that a training has.
 from gradscaler.diagnose._operations import repairs as to
-from gradscaler.diagnose._operations.operation import Seen
-from gradscaler.diagnose._operations.rows import OPERATIONS, row_of
+from gradscaler.diagnose._operations.operation import Role, Seen
+from gradscaler.diagnose._operations.rows import OPERATIONS, names_with, row_of
 
 INF, HALF, SINGLE, DOUBLE = math.inf, torch.float16, torch.float32, torch.float64
 GRID = [x / 4 for x in range(-14, 15)]
@@ -358,6 +358,49 @@ def test_what_is_steep_on_paper_but_not_in_pytorch_has_no_pole(name):
 def test_no_name_is_in_two_rows():
     names = Counter(name for row in OPERATIONS for name in (row.name, *row.also))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+OF_ROLE = {  # what a search or a finding asks for
+    Role.TAKES_MASKS: (
+        "gumbel_softmax log_softmax logsumexp multi_head_attention scaled_dot_product_attention"
+        " softmax softmin"
+    ),
+    Role.FILLS: (
+        "diagonal_scatter fill fill_diagonal index_fill index_put masked_fill masked_scatter "
+        "scatter scatter_reduce select_scatter slice_scatter where"
+    ),
+    Role.ADDS_UP: (
+        "bilinear conv conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
+        "cumsum einsum index_add linalg_multi_dot matmul nansum reduce_window_sum scatter_add "
+        "sum tensordot"
+    ),
+    Role.ADDS: "add sub",
+    Role.STACKS: "cat stack",
+    Role.DIVIDES: "div reciprocal rsqrt",
+    Role.EXPONENTIATES: "exp exp2 expm1",
+    Role.MOVES: (
+        "alias clone expand permute reshape select slice squeeze t to transpose unsafe_view "
+        "unsqueeze view"
+    ),
+    Role.RISKY: (
+        "batch_norm cdist group_norm gumbel_softmax instance_norm layer_norm linalg_slogdet "
+        "log_softmax logdet logsumexp norm pdist rms_norm scaled_dot_product_attention softmax "
+        "softmin weight_norm"
+    ),
+    Role.SOLVES: "linalg_cholesky linalg_eig linalg_eigh linalg_qr linalg_svd",
+    Role.STEPS: "ceil floor round sgn sign trunc",
+    Role.SATURATES: "hardsigmoid sigmoid softmax tanh",
+    Role.ENDS: "clamp clamp_max clamp_min hardtanh relu relu6 threshold",
+    Role.NEVER_NEGATIVE: "binary_cross_entropy binary_cross_entropy_with_logits nll_loss",
+    Role.TAKES_LOGITS: "binary_cross_entropy_with_logits log_softmax",
+    Role.MAKES_PROBABILITIES: "sigmoid softmax",
+    Role.COMPARES: "huber_loss mse_loss smooth_l1_loss",
+}
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_role_is_that_of_these_operations(role):
+    assert names_with(role) == {*OF_ROLE[role].split()}
 
 
 @pytest.mark.parametrize("name", [*WITH_POLES, *WITHOUT])
