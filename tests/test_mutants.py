@@ -10,6 +10,8 @@ SOURCE = '''\
 """A text."""
 from dataclasses import dataclass
 
+Points = dict[str, "Point"]
+
 @dataclass(frozen=True)
 class Point:
     x: int = 1

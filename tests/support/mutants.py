@@ -13,8 +13,10 @@ notice is one that ``make test`` notices.
 from __future__ import annotations
 
 import ast
+import builtins
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -161,6 +163,9 @@ def _can_be_left_out(node: ast.stmt) -> bool:
 
 def _is_kept(node: ast.AST) -> bool:
     """Whether nothing is changed below a node: a text, an assertion, what only types need."""
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+        name = node.value.id  # a type and its arguments, such as Mapping[str, Any]
+        return name in vars(builtins) or re.fullmatch("[A-Z][a-z][A-Za-z]+", name) is not None
     if isinstance(node, ast.Call):
         return ast.unparse(node.func) in ("dataclass", "TypeVar", "cast")
     if isinstance(node, ast.If):
