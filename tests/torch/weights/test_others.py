@@ -186,6 +186,23 @@ def test_an_optimizer_that_does_not_step_what_it_is_given_is_refused(kind, messa
     assert parameter.dtype is torch.float32
 
 
+class Empty(torch.optim.SGD):
+    """Keeps a tensor without memory, as a parameter of no elements is."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.own = torch.empty(0)
+
+
+def test_what_has_no_memory_is_no_memory_of_a_parameter():
+    optimizer = MasterWeights(
+        Empty, [nn.Parameter(torch.ones(2)), nn.Parameter(torch.empty(0))], lr=1
+    )
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(2).half()
+    optimizer.step()
+    assert optimizer.param_groups[0]["params"][0].tolist() == [0.0, 0.0]
+
+
 def test_chunks_are_refused_where_an_optimizer_must_see_all_parameters():
     with pytest.raises(ParameterError, match="Lion, which is not PyTorch's, must get all"):
         MasterWeights(others.Lion, [nn.Parameter(torch.ones(2))], chunk_elements=16)

@@ -227,6 +227,14 @@ def test_random_bits_are_uniform():
         assert ((counts - expected) ** 2 / expected).sum() < 350
 
 
+@pytest.mark.parametrize("count", [8, 9])
+def test_each_random_number_gives_four_times_16_bits(count):
+    generator, other = (torch.Generator().manual_seed(3) for _ in range(2))
+    random_bits(count, generator)
+    torch.empty(math.ceil(count / 4), dtype=torch.int64).random_(-(2**63), None, generator=other)
+    assert torch.equal(generator.get_state(), other.get_state())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_nan_of_any_bits_stays_nan(dtype):
     """Beside numbers, which its bits do not change."""

@@ -171,12 +171,13 @@ def test_hooks_see_and_change_what_is_saved_and_loaded():
         seen.append(sorted(state_dict["state"][0]))
         return {**state_dict, "more": 1}
 
+    optimizer.register_state_dict_pre_hook(lambda _: seen.append("saved"))
     optimizer.register_state_dict_post_hook(saved)
     optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: seen.append(state_dict))
     optimizer.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
     state = optimizer.state_dict()
     optimizer.load_state_dict(state)
-    assert seen == [["remainder"], state, "loaded"]
+    assert seen == ["saved", ["remainder"], state, "loaded"]
     assert state["more"] == 1
 
 
