@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -102,7 +102,13 @@ class Runs:
 
     def _end_open(self) -> None:
         runs, self.open = self.open, {}
-        lost = [run.lost_at for run in runs.values() if run.lost_at is not None]
         for run in runs.values():
-            # Of weights that are lost after others, those are most likely the cause.
-            attempt(partial(run.end, proposes_watch=run.lost_at in (None, min(lost, default=None))))
+            attempt(partial(run.end, proposes_watch=not _follows(run, runs.values())))
+
+
+def _follows(run: WatchedRun, others: Iterable[WatchedRun]) -> bool:
+    """Whether a run lost its weights after another that ran meanwhile, most likely by that."""
+    if run.lost_at is None:
+        return False
+    losses = [other.lost_at for other in others if other.lost_at is not None]
+    return any(run.began < lost < run.lost_at for lost in losses)

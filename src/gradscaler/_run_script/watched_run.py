@@ -60,6 +60,7 @@ class WatchedRun:
         guard.add(self)
         self._advice: set[str] = set()  # that was printed on the way
         self._lines_shown: set[str | None] = set()
+        self.began = monotonic()
         self.lost_at: float | None = None  # when a failure that costs weights was told first
         self._source = ""  # what made a batch's numbers where no watch of this process can see it
         model = one_model(model)

@@ -355,6 +355,11 @@ def of_learning():
     return [
         ("lower the learning rate.", [told([1.0] * 119 + [2.2])], [told([1.0] * 119 + [1.8])]),
         (
+            "steps are too few to say more",
+            [told([1.0] * 8 + [45.0])],
+            [told([1.0] * 8 + [55.0]), told([1.0] * 9 + [45.0])],
+        ),
+        (
             "look for a term with the wrong sign",
             [told([1.0] * 119 + [-1100.0]), told([0.5] * 119 + [-1100.0])],
             [told([1.0] * 119 + [-900.0]), told([2.0] * 119 + [-1100.0])],
@@ -369,7 +374,7 @@ def of_learning():
             ],
             [
                 told([2.0] * 4),
-                told([2.0] + [2.0, 2.1] * 49),
+                told([2.1] + [2.1, 2.0] * 49),
                 told([2.0] * 50 + [1.89] * 50),
                 told([2.0] * 80 + [-0.2] + [2.0] * 19),
                 told([2.0] * 9 + [4.0] + [2.085] * 90),
@@ -440,8 +445,18 @@ def of_losses():
         optimizers = Optimizers(weights=(1.0, weight))
         return with_losses(losses, sample=seen, optimizers=optimizers, has_scaler=False)
 
+    def stays_above(skipped, last=1.1):
+        past = with_losses([1.0] * 9 + [last] * 30).past
+        past = tuple(step._replace(skipped=step.step <= skipped) for step in past)
+        return Evidence(39, skipped, past=past, first=past[0], weights=(1.0, 11.0))
+
     silent = with_losses([math.inf] * 8, bad_and_applied=8)
     return [
+        (
+            "The weights' norm grew from 1 to 11",
+            [stays_above(4)],
+            [stays_above(3), stays_above(4, last=0.9)],
+        ),
         ("steps=(6, 7, 8), count=8", [silent], []),
         (
             "The loss grew from 1 (step",

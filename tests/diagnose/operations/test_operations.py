@@ -376,7 +376,7 @@ OF_ROLE = {  # what a search or a finding asks for
     ),
     Role.ADDS: "add sub",
     Role.STACKS: "cat stack",
-    Role.DIVIDES: "div reciprocal rsqrt",
+    Role.DIVIDES: "addcdiv div reciprocal rsqrt",
     Role.EXPONENTIATES: "exp exp2 expm1",
     Role.MOVES: (
         "alias clone expand permute reshape select slice squeeze t to transpose unsafe_view "
@@ -387,7 +387,9 @@ OF_ROLE = {  # what a search or a finding asks for
         "log_softmax logdet logsumexp norm pdist rms_norm scaled_dot_product_attention softmax "
         "softmin weight_norm"
     ),
-    Role.SOLVES: "linalg_cholesky linalg_eig linalg_eigh linalg_qr linalg_svd",
+    Role.SOLVES: (
+        "linalg_cholesky linalg_eig linalg_eigh linalg_lu linalg_lu_factor linalg_qr linalg_svd"
+    ),
     Role.STEPS: "ceil floor round sgn sign trunc",
     Role.SATURATES: "hardsigmoid sigmoid softmax tanh",
     Role.ENDS: "clamp clamp_max clamp_min hardtanh relu relu6 threshold",
