@@ -178,7 +178,7 @@ def said(code: str, environment: dict[str, str], *command: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, SCRIPT).write_text(code, encoding="utf-8")
         ended = subprocess.run(
-            [sys.executable, "-W", "ignore", *command, SCRIPT],
+            [sys.executable, *command, SCRIPT],
             cwd=folder,
             env={**os.environ, "KERAS_BACKEND": "tensorflow", **environment},
             text=True,
