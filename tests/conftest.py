@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from tests.support import chosen, programs
-from tests.support.ranks import ON_TORCH, seed_frameworks
+from tests.support.ranks import seed_frameworks
 
 ROOT = Path(__file__).parent.parent
 
@@ -64,7 +64,7 @@ def pytest_collection_finish():
 
     PyTorch's compiler is imported in an optimizer's first step, and is most of it.
     """
-    if ON_TORCH:
+    if "torch" in sys.modules:
         import_module("torch._dynamo")
     gc.collect()
     gc.freeze()

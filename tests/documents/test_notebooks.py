@@ -15,8 +15,6 @@ pytest.importorskip("nbclient", reason="it runs the notebooks")
 import nbclient
 import nbformat
 
-from tests.support.pictures import words_of
-
 FRAMEWORK = os.environ.get("GRADSCALER_FRAMEWORK", "torch")
 DOCS = Path(__file__).parents[2] / "docs"
 ALL = sorted((DOCS / "notebooks").glob("*.ipynb"))
@@ -50,7 +48,9 @@ def code_cells(notebook):
 def text_of(output):
     if output.output_type == "stream":
         return output.text
-    if "image/png" in output.data:
+    if "image/png" in output.data:  # drawn by PyTorch's notebooks, where Pillow is
+        from tests.support.pictures import words_of
+
         return words_of(BytesIO(b64decode(output.data["image/png"])))
     return output.data["text/plain"]
 

@@ -2,10 +2,12 @@
 
 import pytest
 
+from gradscaler import NonfiniteGradient
+from gradscaler.diagnose import Located
 from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._record.events import Events
-from gradscaler.diagnose._record.lines import Bins, Optimizers, Sample
+from gradscaler.diagnose._record.lines import Bins, Optimizers, Sample, Skip
 from gradscaler.diagnose._record.step import Step
 from tests.support import run_files
 
@@ -69,3 +71,14 @@ def test_weights_that_grew_and_a_loss_that_stays_above_its_start_diverge(weights
     held = Optimizers(weights=(10.0, weights))
     evidence = Evidence(60, 9, weights=(10.0, weights), past=past, first=past[0], optimizers=held)
     assert ("The weights' norm grew from 10" in causes(evidence)) == is_told
+
+
+@pytest.mark.parametrize(("processes", "is_told"), [(1, False), (2, True)])
+def test_an_inf_that_stays_may_be_in_the_memory_of_a_hook_of_several_processes(processes, is_told):
+    given = Located(None, "input", "", "float32", 1, 0, 8, 1.0, 1.0, operation="mul")
+    bad = NonfiniteGradient("weight", (2,), "float32", 0, 2, 1.0)
+    skips = tuple(Skip(20 + n, 2.0 ** (10 - n), float("nan"), (bad,)) for n in range(20))
+    streak = {"skips_in_a_row": 20, "skips": skips, "located": given, "world_size": processes}
+    (finding, *_) = judge(Evidence(40, 20, **streak)).findings
+    assert "reset it, as no skip does" in finding.action
+    assert ("PowerSGD" in finding.action) == is_told

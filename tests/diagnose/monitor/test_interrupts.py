@@ -207,7 +207,7 @@ def test_an_interrupt_loses_the_sample_of_its_step_at_most(case, path, reached):
     run, at = partial(run_of, case, path), CASES[case][-1]
     expected = known(run(nullcontext()), at)
     tried = moments(reached[case], own_places(case, reached))
-    assert len(tried) > 10
+    assert len(tried) > 5
     for moment in tried:
         training = run(interrupted_at(moment))
         assert known(training, at) == expected, moment

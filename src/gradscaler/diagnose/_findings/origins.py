@@ -31,6 +31,8 @@ EXPLAIN_ALL = (
 )
 _STATISTICS = "running_mean", "running_var"  # buffers that forward passes write
 _KEPT = "kept from step to step (averaged weights, statistics, a queue)"
+# PowerSGD adds to each gradient what it left out of the last one, so one Inf stays in its memory.
+_KEPT_OF_PROCESSES = f"{_KEPT[:-1]}, the memory of a communication hook such as PowerSGD's)"
 _UNTRAINED = "look at what writes its weights: an average's decay must be below 1"
 _UNTRAINED_IN_FLOAT16 = f"run it in float32 (autocast(enabled=False)), or {_UNTRAINED}"
 _LOOK_AT = (
@@ -209,6 +211,11 @@ def _from(located: Located) -> str:
     return inputs
 
 
+def _has_hooks(evidence: Evidence) -> bool:
+    """Whether processes of PyTorch train together, whose gradients may pass a hook."""
+    return evidence.world_size > 1 and evidence.framework.name == "torch"
+
+
 def _given(case: Case, located: Given, though: str) -> Finding:
     """A tensor that already held an Inf or NaN when the first operation read it."""
     evidence, kind, what = case.evidence, "loss", "A tensor without a gradient holds"
@@ -222,7 +229,8 @@ def _given(case: Case, located: Given, though: str) -> Finding:
     elif not evidence.has_scaler:
         kind, action = "data", f"{_LOOK_AT}; if it is {_KEPT}, reset it"
     elif evidence.steps > evidence.skipped:  # good batches came before
-        action = f"if it is {_KEPT}, reset it, as no skip does; else look at the data"
+        kept = _KEPT_OF_PROCESSES if _has_hooks(evidence) else _KEPT
+        action = f"if it is {kept}, reset it, as no skip does; else look at the data"
     else:
         kind, what = "data", "The batch itself holds"
         action = _LOOK_AT

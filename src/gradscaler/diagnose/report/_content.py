@@ -216,18 +216,14 @@ def _shares_of(where: str, run: Run) -> dict[str, str]:
 
 def _has_course(run: Run) -> bool:
     """Whether anything was seen of a run's steps."""
-    curves = run.losses, run.norms
-    return bool(run.scales) or any(math.isfinite(n) for points in curves for n in points.values())
+    return bool(run.scales or run.losses or run.norms)
 
 
 def _course_of(
     run: Run, curves: Mapping[str, Mapping[int, float]], shares: Mapping[int, Shares]
 ) -> Course:
     dtype = shown(run.starts[-1].dtype, 20)
-    both = {"Loss": run.losses, **curves}
-    seen = {
-        name: points for name, points in both.items() if any(map(math.isfinite, points.values()))
-    }
+    seen = {name: points for name, points in {"Loss": run.losses, **curves}.items() if points}
     applied = [bad.step for bad in run.bad_steps if not bad.is_left_out]
     first_bad = min(applied, default=None)
     return Course(run.num_steps, run.scales, run.skipped, seen, shares, dtype, first_bad)

@@ -99,8 +99,17 @@ def drawing_settings() -> Iterator[None]:
 
 def drawings_of(content: Content) -> list[Drawing]:
     """The figures of a report."""
-    drawings = [over_time(content.courses)] if content.courses else []
+    courses = {name: _drawable(course) for name, course in content.courses.items()}
+    is_drawn = any(course.scales or course.curves for course in courses.values())
+    drawings = [over_time(courses)] if is_drawn else []
     return drawings if content.fit is None else [*drawings, which_scale(content.fit)]
+
+
+def _drawable(course: Course) -> Course:
+    """A course without the curves that are never finite, as their panels would be empty."""
+    curves = course.curves.items()
+    drawn = {name: points for name, points in curves if any(map(math.isfinite, points.values()))}
+    return course._replace(curves=drawn)
 
 
 def over_time(courses: Mapping[str, Course]) -> Drawing:
