@@ -13,8 +13,9 @@ import pytest
 
 from tests.support import programs
 
-# Keras' script differs by the backend in its own loop alone, as tests/keras/test_loops.py does.
-pytestmark = [pytest.mark.one_backend]
+# Keras' script differs by the backend in its own loop alone, as tests/keras/test_loops.py does. In
+# float16 on a CPU, JAX takes a tenth of TensorFlow's time.
+pytestmark = [pytest.mark.one_backend("jax")]
 
 FRAMEWORK = os.environ.get("GRADSCALER_FRAMEWORK", "torch")
 SCRIPT = Path(__file__).parents[2] / "examples" / f"{FRAMEWORK}_digits.py"
@@ -118,8 +119,15 @@ def soon_growing(script, monkeypatch):
         )
 
 
+def rare_in_keras_2(test):
+    """Leave out a test whose script differs from that of Keras 3 in the names alone."""
+    is_other = FRAMEWORK == "tf_keras"
+    return pytest.mark.rare("Keras 3's script learns, too")(test) if is_other else test
+
+
 @each_way
 @a_way
+@rare_in_keras_2
 def test_it_learns_only_with_loss_scaling(run, way):
     scaled = run(LONG, *way)[-1]
     assert scaled["accuracy"] > 80.0

@@ -12,7 +12,7 @@ Of these, another mark leaves so many, those first that have the most values::
 Two other marks leave out a test, or run it on one of Keras' backends::
 
     @pytest.mark.rare("what stays and fails on the same faults")
-    @pytest.mark.one_backend
+    @pytest.mark.one_backend  # or one_backend("jax")
 
 Of Hypothesis' examples a third run, where a test says ``max_examples=examples(30)``.
 
@@ -91,7 +91,8 @@ def left_out(items: Iterable[Any]) -> set[Any]:
     tests = defaultdict(list)
     found = set()
     for item in items:
-        is_elsewhere = item.get_closest_marker("one_backend") and not _is_here(item.parent.nodeid)
+        one = item.get_closest_marker("one_backend")
+        is_elsewhere = one and not _is_here(item.parent.nodeid, *one.args)
         if item.get_closest_marker("rare") or is_elsewhere:
             found.add(item)
         elif hasattr(item, "callspec"):
@@ -106,7 +107,7 @@ def left_out(items: Iterable[Any]) -> set[Any]:
     return found
 
 
-def _is_here(file: str) -> bool:
-    """Whether the tests of a file run on this backend: each file on one."""
-    chosen = Random(file).choice(_BACKENDS)
+def _is_here(file: str, backend: str | None = None) -> bool:
+    """Whether the tests of a file run on this backend: each file on one, or on that of its mark."""
+    chosen = backend or Random(file).choice(_BACKENDS)
     return os.environ.get("KERAS_BACKEND", chosen) == chosen
