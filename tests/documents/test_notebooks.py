@@ -18,9 +18,12 @@ import nbformat
 FRAMEWORK = os.environ.get("GRADSCALER_FRAMEWORK", "torch")
 DOCS = Path(__file__).parents[2] / "docs"
 ALL = sorted((DOCS / "notebooks").glob("*.ipynb"))
-of_keras = pytest.mark.rare("one notebook of PyTorch's shows that they run")
+MARKS = {
+    "watch_keras": [pytest.mark.rare("one notebook of PyTorch's shows that they run")],
+    "policy": [pytest.mark.rare("tests/diagnose/simulate compares policies, too")],
+}
 NOTEBOOKS = [
-    pytest.param(path, marks=[of_keras] * (FRAMEWORK == "keras"))
+    pytest.param(path, marks=MARKS.get(path.stem, []))
     for path in ALL
     if (path.stem == "watch_keras") == (FRAMEWORK == "keras")
 ]
