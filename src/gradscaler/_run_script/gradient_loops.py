@@ -23,11 +23,8 @@ from gradscaler.diagnose._graph.stand_ins import in_place_of
 from gradscaler.diagnose._locate.locate import is_locating
 from gradscaler.diagnose._locate.unnoticed import unnoticed
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
-from gradscaler.diagnose._monitor.replay import located_in
+from gradscaler.diagnose._monitor.replay import MOST_IN_VAIN, located_in
 from gradscaler.diagnose._monitor.traced_scalers import number_of
-
-# A search runs a step operation by operation. One that shows nothing is an overflow of the scale.
-_MOST_IN_VAIN = 3
 
 Tensor = Any
 Cell = Any
@@ -64,7 +61,7 @@ class _Loop:
     is_loss_scaled: bool = False
     is_fixed: bool = False
     record: Callable[[], None] | None = None
-    num_searches: int = _MOST_IN_VAIN
+    num_searches: int = MOST_IN_VAIN
 
 
 class GradientLoops:
