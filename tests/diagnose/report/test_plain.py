@@ -23,7 +23,7 @@ def test_a_run_is_explained_in_plain_text(run, capsys):
     assert err == ""
     assert "Nothing unusual: " in out
     assert "Steps: 300." in out
-    assert "\nloss scale: " in out
+    assert "\nloss scale: 16,384\nloss: 2.281 → 2.601\n" in out
 
 
 def test_a_log_is_explained_in_plain_text(run, tmp_path, capsys):

@@ -65,6 +65,6 @@ def _course(name: str, course: Course) -> str:
     lines = [f"{shown(name, 60)}:"] if name else []
     for title, points in curves.items():
         values = [number(value) for value in points.values()]
-        lines += [f"{title.lower()}: {ends([values[0], values[-1]])}"] if values else []
+        lines += [f"{title.lower()}: {ends(values)}"] if values else []
     count = len(course.skipped)
     return "\n".join([*lines, *[f"skipped: {count:,} step{'s' * (count != 1)}"] * bool(count)])
