@@ -85,6 +85,13 @@ BACKWARD = {
     "acos": lambda y: ops.acos(y * 0 + 1).mean(),
     "std": lambda y: ops.std(y * 0),
 }
+MADE_BEFORE = ops.relu(Tensor(np.float32([[-1, -1, 2, 3]])))
+# MindSpore's own mode shows no operation whose inputs all come from cat, or from before it began.
+UNSHOWN = {
+    "exp": lambda y: ops.exp(ops.cat([y, y * 1e5])),
+    "div": lambda y: mindspore.mint.div(1.0, mindspore.mint.cat([y, y * 0])),
+    "rsqrt": lambda y: y * ops.rsqrt(MADE_BEFORE),
+}
 HEALTHY = {
     "plain": lambda y: (y**2).mean(),
     "mask": lambda y: (ops.softmax(ops.masked_fill(y, MASK, float("-inf"))) * y).mean(),
@@ -106,6 +113,12 @@ def test_the_operation_of_a_gradient_is_named(name, net, x):
     found = located(net, BACKWARD[name], x)
     assert (found.operation, found.kind, found.module) == (name, "backward", None)
     assert found.line == line_of(BACKWARD[name])
+
+
+@pytest.mark.parametrize("name", UNSHOWN)
+def test_an_operation_that_mindspore_does_not_show_is_named(name, net, x):
+    found = located(net, lambda y: UNSHOWN[name](y).mean(), x)
+    assert (found.operation, found.kind, found.line) == (name, "forward", line_of(UNSHOWN[name]))
 
 
 @pytest.mark.parametrize("name", HEALTHY)

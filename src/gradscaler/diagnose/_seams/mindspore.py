@@ -1,15 +1,18 @@
 """The operations of one step of MindSpore, which runs in PyNative mode meanwhile.
 
-``MsDispatchMode`` gives the operations of the forward pass. Not all of those of the backward pass
-go through it, so each node of the graph has a hook, which gets the gradients.
+``MsDispatchMode`` gives the operations of the forward pass. It leaves out ``cat``, and a function
+whose inputs were all made by ``cat`` or before the mode began, so functions are wrapped, too. Not
+all operations of the backward pass go through it, so each node of the graph has a hook, which gets
+the gradients.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from importlib import import_module
@@ -61,6 +64,7 @@ class Seam(JudgedSeam):
         self._judge = Judge(dict(model.cells_and_names()), _parameters_of(model), _memory_of)
         self._thread = 0
         self._passes: list[Pass] = []  # that run, one inside the other
+        self._num_dispatched = 0  # operations that the mode gave
         self._calls: list[_Call] = []
         self._maker: dict[int, int] = {}  # by memory, the number of the call that wrote it
         # By their ids, nodes and the numbers of the calls that wrote their results, and whether the
@@ -80,6 +84,8 @@ class Seam(JudgedSeam):
         self._undo.enter_context(_wrapped(executor, "new_graph", self._around_start))
         self._undo.enter_context(_wrapped(executor, "end_graph", self._around_end))
         self._undo.enter_context(_wrapped(executor, "grad", self._around_backward))
+        for owner, name in _functions():
+            self._undo.enter_context(_wrapped(owner, name, partial(self._around_function, name)))
         self._undo.enter_context(self._mode())
 
     def stop(self) -> None:
@@ -100,19 +106,38 @@ class Seam(JudgedSeam):
         return Mode()
 
     def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        is_seen = self._is_own and self._passes[-1:] != ["backward"]
-        call = self._before(func.name, args) if is_seen else None
+        call = self._before(func.name, args) if self._is_seen else None
+        self._num_dispatched += self._is_own
         made = func(*args, **kwargs)
         if call is not None:
             self._after(call, made)
+        return made
+
+    def _around_function(
+        self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a function of MindSpore, and see it if the mode gave no operation of it."""
+        before = self._num_dispatched
+        made = function(*args, **kwargs)
+        if self._is_seen and self._num_dispatched == before:
+            is_primitive = args and isinstance(args[0], self._mindspore.ops.Primitive)
+            name = args[0].name if is_primitive else name.strip("_").removesuffix("_instance")
+            call = self._before(name, [*args, *kwargs.values()])
+            if call is not None:
+                self._after(call, made)
         return made
 
     @property
     def _is_own(self) -> bool:
         return self._thread == threading.get_ident()
 
+    @property
+    def _is_seen(self) -> bool:
+        """Whether an operation that runs now is one of the forward pass."""
+        return self._is_own and self._passes[-1:] != ["backward"]
+
     @guarded
-    def _before(self, name: str, args: tuple[Any, ...]) -> _Call:
+    def _before(self, name: str, args: Sequence[Any]) -> _Call:
         site = self._judge.site_at(currentframe(), name)
         inputs = self._tensors(args)
         self._name_nodes(inputs)
@@ -127,6 +152,8 @@ class Seam(JudgedSeam):
     @guarded
     def _after(self, call: _Call, made: object) -> None:
         outputs = self._tensors(made)
+        if call.name.startswith("BatchNorm"):
+            outputs = outputs[:1]  # on a CPU, the second and third hold what was in their memory
         self._judge.see(call.site, "forward", call.inputs, call.values, outputs)
         self._maker |= dict.fromkeys(map(_memory_of, outputs), len(self._calls))
         # What the backward pass may read. No tensor of a call is kept.
@@ -286,11 +313,30 @@ def _pynative(mindspore: Any) -> Iterator[None]:
             mindspore.set_context(mode=mode)
 
 
+def _functions() -> Iterator[tuple[Any, str]]:
+    """Where MindSpore's functions are called that overwrite no input, and their names there."""
+    primitives = import_module("mindspore.ops.auto_generate.gen_ops_prim")
+    overwrites = re.compile("inplace|assign|_$")
+    names = (name for name in vars(primitives) if not overwrites.search(name))
+    yield from ((primitives, name) for name in names if name.startswith("pyboost_"))
+    overloads = import_module("mindspore.ops.functional_overload")
+    yield from (
+        (overloads, name) for name in vars(overloads) if re.search("[a-z0-9]_instance$", name)
+    )
+    inner = import_module("mindspore.ops.auto_generate.pyboost_inner_prim")
+    yield from ((kind, "__call__") for name, kind in vars(inner).items() if name[:8] == "_Pyboost")
+
+
 @contextmanager
 def _wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
     """Call ``around`` in place of a method, with the method and its arguments."""
     method, own = getattr(owner, name), vars(owner).get(name)
-    setattr(owner, name, wraps(method)(partial(around, method)))
+
+    @wraps(method)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return around(method, *args, **kwargs)
+
+    setattr(owner, name, wrapper)
     try:
         yield
     finally:
