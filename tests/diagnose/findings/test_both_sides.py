@@ -610,7 +610,7 @@ def of_optimizers():
             [],
         ),
         (
-            "first change of the learning rate is from 1 to 9 ... at schedule.py:7 with ... "
+            "raises the learning rate from 1 to 9 ... at schedule.py:7 with ... "
             "line='schedule.py:7', steps=(), count=0, is_certain=False",
             [at("rescheduled", "1 to 9")],
             [counted(9)],

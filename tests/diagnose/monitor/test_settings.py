@@ -97,6 +97,35 @@ def test_a_schedule_that_begins_again_after_a_resume_is_told(is_loaded):
     assert is_loaded or "from 0.00244717 to 0.0975528. Save the state_dict()" in told[0].text
 
 
+@pytest.mark.parametrize(("peak", "is_told"), [(0.04, True), (0.02, False)])
+def test_a_warm_up_that_begins_again_after_a_resume_is_told(peak, is_told):
+    """Each change of the rate is small."""
+    net = nn.Linear(4, 2)
+
+    def resumed(rate):
+        optimizer = torch.optim.SGD(net.parameters(), lr=rate, momentum=0.9)
+        factors = [0.3, 0.4, 0.5, 0.7, 1.0]
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: factors[min(step, 4)]
+        )
+
+    def train(optimizer, schedule, steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            net(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+
+    (first, schedule), (optimizer, anew), told = resumed(0.01), resumed(peak), []
+    train(first, schedule, 9)
+    optimizer.load_state_dict(first.state_dict())
+    with Monitor(model=net, tell=told.append):
+        optimizer.param_groups[0]["initial_lr"] = peak  # as a schedule that is made now would
+        train(optimizer, anew, 20)
+    assert [each.kind for each in told] == ["restart"] * is_told
+    assert not is_told or "from 0.01 to 0.04" in told[0].text
+
+
 @pytest.mark.parametrize("factor", [1.0, 0.01], ids=["higher", "as low"])
 def test_a_schedule_that_is_made_after_the_state_is_loaded_is_told(monkeypatch, factor):
     """Its first rate is that of the first step, and that of the state is seen in no step."""

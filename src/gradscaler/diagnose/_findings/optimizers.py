@@ -160,7 +160,7 @@ def rescheduled(evidence: Evidence) -> Finding | None:
     return Finding(
         "restart",
         "The optimizer has the state of an earlier run, and its schedule counts from the start: "
-        f"the first change of the learning rate is from {jump}.",
+        f"it raises the learning rate from {jump}.",
         f"Save the state_dict() of the scheduler that steps{evidence.at('schedule')} with the "
         "optimizer's, and load it where that is loaded; to begin a new schedule, leave the "
         "optimizer's state out.",

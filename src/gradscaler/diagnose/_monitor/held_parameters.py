@@ -55,7 +55,8 @@ class HeldParameters:
         # Those outside, at the sample before: some of their elements, and their gradients.
         self._outer: dict[str, tuple[NDArray[Any], Mark | bytes]] = {}
         self._unheld: list[tuple[int, NDArray[Any]]] = []  # one of nobody's, by its id
-        self._resumed: dict[int, Sequence[float]] = {}  # first rates of those that had a state
+        # Of those that had a state and whose rates do not fall: the rates then, and the latest.
+        self._resumed: dict[int, tuple[Sequence[float], Sequence[float]]] = {}
         self._peaks: dict[int, list[float]] = {}  # the largest rate of each group, by optimizer
         self._left: dict[int, Tensor] = {}  # by the latest sampled step; parts by parameters' ids
         self._version: int | None = None  # of the model's first trained parameter
@@ -187,22 +188,29 @@ class HeldParameters:
         return bool(moved) and all(rate <= _FADED * peak for rate, peak in moved)
 
     def rescheduled(self, optimizer: object, rates: Sequence[float]) -> str | None:
-        """How the first change of a resumed optimizer's rates raises one, as ``"1e-4 to 0.1"``.
+        """How a resumed optimizer's rates rise from what they were, as ``"1e-4 to 0.1"``.
 
-        None if it does not, or if no new schedule of PyTorch's makes it: one that was resumed has
-        counted more steps, and may begin a new cycle.
+        None until one has risen far, without a fall of any, or if no new schedule of PyTorch's
+        makes it: one that was resumed has counted more steps, and may begin a new cycle.
         """
         key = id(optimizer)
-        before = self._resumed.get(key, rates)
         if key not in self.names and has_stepped(optimizer):  # it has not stepped yet
-            self._resumed[key] = rates
-            before = new_optimizers.rates.get(optimizer, rates)  # a schedule may have changed them
-        if before == rates:
+            loaded = new_optimizers.rates.get(optimizer, rates)  # a schedule may have changed them
+            self._resumed[key] = loaded, loaded
+        before, latest = self._resumed.get(key, (rates, rates))
+        if rates == latest:
             return None
         self._resumed.pop(key, None)
+        if any(map(operator.lt, rates, latest)):
+            return None
+        if latest == before and not _has_new_schedule(optimizer):
+            return None
         both = zip(before, rates, strict=False)
         jump = next(((a, b) for a, b in both if 0 < RATE_JUMPED * a <= b), None)
-        return f"{jump[0]:g} to {jump[1]:g}" if jump and _has_new_schedule(optimizer) else None
+        if jump is None:
+            self._resumed[key] = before, rates
+            return None
+        return f"{jump[0]:g} to {jump[1]:g}"
 
     def holds_any(self, optimizer: object) -> bool:
         """Whether an optimizer holds a parameter of the model, if there is one."""
