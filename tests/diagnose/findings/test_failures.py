@@ -9,6 +9,7 @@ from gradscaler import NonfiniteGradient
 from gradscaler.diagnose import Located
 from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._findings.frameworks import framework_named
 from gradscaler.diagnose._record.lines import BadStep, Skip
 from gradscaler.diagnose._record.step import Step
 
@@ -66,3 +67,11 @@ def test_a_batch_that_is_given_is_no_operation_s_fault():
         found = judge(evidence(outcome, BATCH, math.nan)).findings[0]
         assert "makes" not in found.cause
         assert found.line == "train.py:7" or outcome == "now and then"
+
+
+def test_weights_are_not_called_lost_if_the_gradients_of_a_bad_loss_are_finite():
+    """As behind a ReLU, whose gradient leaves a NaN out."""
+    bad, framework = BadStep(9, math.nan, located=LOG), framework_named("jax", {})
+    text = judge(Evidence(9, 0, bad_step=bad, has_scaler=False, framework=framework)).text
+    assert "so the loss of step 9 is nan, and its gradients are finite" in text
+    assert "lost" not in text

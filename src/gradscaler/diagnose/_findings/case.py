@@ -45,6 +45,8 @@ class Outcome(Enum):
         "so no backward pass took it in {this}",
         "and {this} has a loss of {loss:g}",
     )
+    # The gradient of a relu() may leave the loss's NaN out.
+    FINITE = ("so the loss of {this} is {loss:g}, and its gradients are finite",)
     UNCHANGED = ("so {this} left the weights as they were",)  # by itself
 
     def __init__(
@@ -159,6 +161,8 @@ def of_bad_step(bad: BadStep, evidence: Evidence) -> Case:
         outcome = Outcome.UNCHANGED
     elif bad.is_left_out and any(step.step == bad.step for step in evidence.past[-1:]):
         outcome = Outcome.IN_A_ROW  # its backward pass was made
+    elif evidence.framework.is_recorded and not bad.nonfinite and bad.parameter is None:
+        outcome = Outcome.FINITE
     known = _place(bad, evidence), bad.parameter, bad.lost_eps
     return Case(evidence, outcome, (bad.failure,), *known)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gradscaler.diagnose._findings import origins
-from gradscaler.diagnose._findings.case import Case, in_a_row, now_and_then, of_bad_step
+from gradscaler.diagnose._findings.case import Case, Outcome, in_a_row, now_and_then, of_bad_step
 from gradscaler.diagnose._findings.detector import Phase, detector
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.losses import divergence
@@ -28,9 +28,12 @@ def of_skips(evidence: Evidence) -> Finding:
 def of_a_bad_step(evidence: Evidence) -> Finding | None:
     """The cause of the first bad step, which destroyed the weights if it was applied to them."""
     bad = evidence.bad_step
-    if bad is None or (finding := _origin(of_bad_step(bad, evidence))) is None:
+    if bad is None:
         return None
-    is_said = bad.is_left_out or "checkpoint" in finding.action
+    case = of_bad_step(bad, evidence)
+    if (finding := _origin(case)) is None:
+        return None
+    is_said = case.outcome is not Outcome.APPLIED or "checkpoint" in finding.action
     action = finding.action if is_said else f"{finding.action} {_GO_BACK}"
     return replace(finding, action=action, steps=(bad.step,), count=1, is_certain=True)
 
