@@ -29,7 +29,7 @@ from gradscaler._run_script.scaler_watch import (
 )
 from gradscaler._run_script.termination import die_in_groups
 from gradscaler._run_script.undo import on_stop, replace
-from gradscaler._run_script.variables import loss_left_out
+from gradscaler._run_script.variables import loss_left_out, nonfinite_left
 from gradscaler._run_script.voice import attempt, conclude_without_step, voice
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.hooks import Handle, remove_unless_stepping, uncompiled
@@ -237,8 +237,11 @@ class Session(Runs, backward_calls.BackwardListener):
 
     def _see_left_out(self) -> None:
         """See the loss for which the script has ended before its backward pass, if there is one."""
-        loss, self._options.trace = loss_left_out(self._options.trace), None
+        trace, self._options.trace = self._options.trace, None
+        loss = loss_left_out(trace)
         if loss is None:
+            for run in list(self.open.values())[-1:]:
+                run.left = nonfinite_left(trace)
             return
         if self._new and not self._is_full:  # it is the first loss of a run
             self._begin(LOOP, None)

@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from gradscaler.diagnose._gradients.reading import read
+
 _NOT_USERS = "torch.", "gradscaler."
 
 
 def variables_of(frames: Iterable[FrameType]) -> Iterator[tuple[str, Any]]:
     """The variables of the user's functions among frames, and what they hold."""
     for frame in frames:
-        if not f"{frame.f_globals.get('__name__')}.".startswith(_NOT_USERS):
+        if _is_users(frame):
             yield from within(_locals_of(frame))
             yield from within(frame.f_globals)
 
@@ -66,6 +68,31 @@ def loss_left_out(trace: TracebackType | None) -> torch.Tensor | None:
     every = (*variables_of(frames[::-1]), *within(vars(sys.modules["__main__"])))
     bad = [value for _, value in every if issubclass(type(value), torch.Tensor) and _is_bad(value)]
     return max(bad, key=lambda loss: int(loss.grad_fn._sequence_nr()), default=None)
+
+
+def nonfinite_left(trace: TracebackType | None) -> str:
+    """The latest variable of the user's innermost function in a traceback that holds an Inf or NaN.
+
+    Returns:
+        such as ``"cost held 8 Inf or NaN in float16"``; empty if there is none. What holds no Inf
+        or NaN but -Inf may be a mask.
+    """
+    frames = [frame for frame, _ in walk_tb(trace)]
+    users = [frame for frame in frames if _is_users(frame)]
+    for frame in reversed(users):
+        for name, value in reversed(list(_locals_of(frame).items())):
+            if not issubclass(type(value), torch.Tensor):
+                continue
+            with suppress(Exception):  # it may have no data
+                detached = value.detach()
+                if read(detached).state == "bad":
+                    count, dtype = int((~detached.isfinite()).sum()), str(value.dtype)
+                    return f"{name} held {count:,} Inf or NaN in {dtype.removeprefix('torch.')}"
+    return ""
+
+
+def _is_users(frame: FrameType) -> bool:
+    return not f"{frame.f_globals.get('__name__')}.".startswith(_NOT_USERS)
 
 
 def _is_bad(value: torch.Tensor) -> bool:

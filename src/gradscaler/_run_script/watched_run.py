@@ -62,6 +62,7 @@ class WatchedRun:
         self._lines_shown: set[str | None] = set()
         self.began = monotonic()
         self.lost_at: float | None = None  # when a failure that costs weights was told first
+        self.left = ""  # a variable that is not finite where the script has raised an error
         self._source = ""  # what made a batch's numbers where no watch of this process can see it
         model = one_model(model)
         given, tell = (scaler, model, options.every), guarded(self._tell)
@@ -221,12 +222,16 @@ class WatchedRun:
             voice.conclude("no verdict, as the watch ended.", self._lines[0])
             return
         steps = history[-1].step if history else 0
+        again = self._options.again.format(steps + 1)
+        is_told = verdict.kind in _LOST | _OF_VALUES | _OF_OPERATIONS
+        if self.left and self._proposes_watch and not is_told:
+            where = f"the script ended in step {steps + 1:,}, where {self.left}"
+            voice.note(f"{where}: {again} names what made it.")
         if not history and verdict.kind == "normal":
             self._remove_file()
             conclude_without_step(self._options)
         elif verdict.kind == "normal" and self._options.has_failed:
-            again = self._options.again.format(steps + 1)
-            hint = _HINT.format(again) if self._proposes_watch else ""
+            hint = _HINT.format(again) if self._proposes_watch and not self.left else ""
             voice.conclude(f"the script ended after step {steps}.{hint}", self._lines[0])
         elif verdict.kind != "normal" or not is_quiet_rank():
             self._say_verdict(verdict, steps)

@@ -21,6 +21,8 @@ for step in range(1, 41):
     if way.startswith("looks") and not loss.isfinite():
         if way == "looks elsewhere":
             del distances, loss
+        elif way == "looks beside it":
+            del loss
         raise SystemExit("Loss is nan, stopping training")
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -15,7 +15,7 @@ FAILING = Path(__file__).with_name("failing.py")
 LINE = Path(lines_marked_in(str(FAILING))("fails")).name
 STOPPED = 3
 LOOKS = {
-    **dict.fromkeys(("looks", "looks at once", "looks elsewhere"), ()),
+    **dict.fromkeys(("looks", "looks at once", "looks elsewhere", "looks beside it"), ()),
     "looks again": ("--watch", "30"),
     "looks later": ("--watch", "31"),
 }
@@ -116,6 +116,15 @@ def test_a_script_that_ends_at_another_nan_is_told_how_to_find_the_operation(end
     again = words(ended["looks again"].said)
     assert f"step watched: forward of a function (float32), sqrt at {LINE}: " in again
     assert "--watch" not in again
+
+
+def test_what_is_not_finite_where_a_script_ends_is_said(ended):
+    status, printed, said, _ = ended["looks beside it"]
+    assert (status, printed) == (1, "")
+    held = "gradscaler: the script ended in step 30, where distances held 8 Inf or NaN in float32"
+    assert f"{held}: the same command with --watch 30 names what made it." in words(said)
+    assert "If it found a NaN" not in said
+    assert "where distances held" not in words(ended["raise"].said)
 
 
 def test_a_step_that_the_run_does_not_reach_is_said_to_be_unwatched(ended):
