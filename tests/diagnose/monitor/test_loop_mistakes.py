@@ -10,7 +10,9 @@ from torch.nn.functional import mse_loss
 
 from gradscaler.diagnose import Monitor
 from gradscaler.torch import GradScaler
+from tests.support.marked_lines import lines_marked_in
 
+line_with = lines_marked_in(__file__)
 pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
 
 
@@ -294,3 +296,26 @@ def test_an_optimizer_that_steps_every_second_time(is_zeroed):
                 if is_zeroed:
                     seldom.zero_grad()
     assert ("that the step before had used" in monitor.verdict.text) == (not is_zeroed)
+
+
+# Gradients that are set to 0 before the step.
+
+
+@pytest.mark.parametrize("max_norm", [0.25, 1e6], ids=["clips", "does not clip"])
+def test_a_clip_whose_norm_overflows_sets_all_gradients_to_0(max_norm):
+    """The sum of the squares of float16 gradients is Inf, though none of them is."""
+    model = nn.Linear(4, 4).half()
+    optimizer, told = torch.optim.SGD(model.parameters(), lr=1e-6), []
+    with Monitor(model=model, tell=told.append):
+        for _ in range(24):
+            optimizer.zero_grad()
+            (model(inputs().half()).float() * 16).square().sum().backward()
+            gradients = [p.grad for p in model.parameters()]
+            norm = torch.stack([(g**2).sum() for g in gradients]).sum().sqrt()
+            if (factor := max_norm / norm) < 1 and max_norm < 1:
+                for each in gradients:
+                    each.mul_(factor)
+            optimizer.step()  # with gradients of 0
+    found = [each for each in told if "all of them were 0 when the optimizer stepped" in each.text]
+    assert len(found) == (max_norm < 1)
+    assert not found or found[0].line == line_with("with gradients of 0")

@@ -15,6 +15,7 @@ from gradscaler.diagnose._record.lines import Sample
 from gradscaler.diagnose._record.step import Before, Step
 from gradscaler.diagnose._record.thresholds import (
     ALMOST_ALL,
+    EMPTIED_SAMPLES,
     EXACT_POWER,
     FELL_WITH_SCALE,
     FEW_CALLS,
@@ -121,6 +122,24 @@ def unzeroed(evidence: Evidence) -> Finding | None:
         f"Call optimizer.zero_grad() after each step{f' (for {where})' if where else ''}"
         f"{evidence.at('step')}; with micro-batches, call {step} once, after the last one.",
         where,
+        line=evidence.line_of("step"),
+        count=count,
+    )
+
+
+@detector(Phase.MISUSE)
+def emptied(evidence: Evidence) -> Finding | None:
+    """Gradients that were set to 0 between each backward pass and the step that follows it."""
+    count, sample = evidence.events.count(Event.EMPTIED), evidence.sample
+    if count < EMPTIED_SAMPLES or sample is None or sample.shares is None or sample.shares.zero < 1:
+        return None
+    return Finding(
+        "misuse",
+        f"In {count} samples, the backward pass made gradients that are not 0, and all of them "
+        f"were 0 when the optimizer stepped{evidence.at('step')}, so nothing is trained.",
+        "Look at what runs between the two: call zero_grad() before the backward pass, not after "
+        "it; and a clip of your own multiplies by 0 where its norm is Inf, as a sum of float16 "
+        "squares beyond 65504 is: take the norm in float32.",
         line=evidence.line_of("step"),
         count=count,
     )

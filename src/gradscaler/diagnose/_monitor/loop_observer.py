@@ -201,8 +201,10 @@ class LoopObserver(EagerObserver):
         if is_new or not self._is_checked:
             self._check(iteration)
         used = self.scaler.total_norm(optimizer) if iteration.measured else None
-        if used == 0:
-            iteration.measured.pop(id(optimizer), None)  # they were zeroed after the backward pass
+        if used == 0:  # they were zeroed after the backward pass, or it made zeros
+            made = iteration.measured.pop(id(optimizer), None)
+            if made is not None and 0 < made.norm < math.inf:
+                iteration.note(Event.EMPTIED)
             self._measure(optimizer)
         elif used is not None and iteration.seen is not None:
             iteration.seen = replace(iteration.seen, used=used)

@@ -33,6 +33,7 @@ class Event(Enum):
     REPEATED = "repeated", "observer", "calls"  # the optimizer stepped beside its scaler
     # The gradients of a step that a script left out were not zeroed.
     KEPT = "kept", "loop_observer", "evidence"
+    EMPTIED = "emptied", "loop_observer", "calls"  # samples: a backward pass's, all 0 at the step
     # Gradients that a step had used were added to: at the module of the optimizer, too.
     UNZEROED = "unzeroed", "iterations", "calls"
 

@@ -18,6 +18,7 @@ BAD_IN_A_ROW = 5
 SAME_FAILURES = 2  # failed steps: the first may be an accident, the second shows the same place
 # Losses that are scaled, and no step of the scaler: `the_optimizer_steps_without_the_scaler`.
 UNSTEPPED_LOSSES = 10
+EMPTIED_SAMPLES = 2  # whose gradients were all set to 0; one may be a batch that a clip left out
 UNFED_SAMPLES = 4  # samples with a gradient of 0 for a weight, and with another for its bias
 MANY = 0.25  # of the steps; a loop may err in one of a few: `a_step_after_each_micro_batch`
 MOST = 0.75  # of the steps, as a schedule that ends too early has ended by then
