@@ -147,6 +147,10 @@ def in_loss(operation, num_inf=3, largest=6e4, dtype="float16", size=64):
         (in_loss("log2", num_inf=0, dtype="float32"), "a clamp would only hide"),
         (replace(in_loss("log"), num_nan=0), "is 0: clamp it to a small number, or take logits"),
         (replace(in_loss("log"), num_nan=0), "an eps below 3e-8 is 0: add"),
+        (
+            replace(in_loss("log", largest=0.0, dtype="float32"), num_nan=0),
+            "logsigmoid); all of it is 0: look first at what makes it so",
+        ),
         (in_loss("sqrt", num_inf=0), "the root of a negative number is NaN"),
         (in_loss("rsqrt", num_inf=0), "the root of a negative number is NaN"),
         (

@@ -35,11 +35,16 @@ LOG = Repair(
     "(cross_entropy, log_softmax, logsigmoid)",
     clauses=(_LOST_EPS, _LOST_1),
 )
+_ALL_0 = Repair(
+    "; all of it is 0: look first at what makes it so, such as data, a "
+    "whole-number division or a mask",
+    lambda seen: seen.largest == 0 and seen.size > 1,
+)
 LOG_OF_0 = Repair(
     "the input of the logarithm is 0: clamp it to a small number, or take logits (cross_entropy, "
     "log_softmax, logsigmoid)",
     lambda seen: seen.is_inf_alone,
-    (_LOST_EPS, _LOST_1),
+    (_ALL_0, _LOST_EPS, _LOST_1),
 )
 LOG_OF_NEGATIVE = Repair(
     "the input of the logarithm is negative, as its result is NaN and not -Inf: look for a wrong "
