@@ -352,9 +352,15 @@ def of_learning():
         chance = math.log(10)
         return told([factor * chance] * 120, sample=sampled(chance=chance))
 
-    def vanished(low):
+    def vanished(low, flat=0, is_first=False, later=None):
         found = {"a.w": gradients(0.0, first=0), "b.w": gradients(0.0, first=low)}
-        return told([2.0] * 120, sample=sampled(parameters=found))
+        found = dict(reversed(found.items())) if is_first else found
+        events = Events().after({"flat": flat, "flat tanh at a.py:7 and 3 more": flat})
+        seen = sampled(parameters=found, norm=1.0)
+        if later is None:
+            return told([2.0] * 120, sample=seen, events=events)
+        alike = sampled(parameters={"a.w": gradients(0.0, first=0)}, norm=later)
+        return told([2.0] * 120, sample=alike, measured=(seen, alike), events=events)
 
     def of_event(**counts):
         return told([2.0] * 120, events=Events().after(counts))
@@ -414,7 +420,16 @@ def of_learning():
             [guessed(1.019), guessed(0.981)],
             [guessed(1.021), guessed(0.979)],
         ),
-        ("gradients vanish on their way: those of b.w", [vanished(-20)], [vanished(-19)]),
+        (
+            "gradients vanish on their way: those of b.w",
+            [vanished(-20), vanished(-20, later=0.5)],
+            [vanished(-19), vanished(-20, later=1.5), vanished(-19, flat=1)],
+        ),
+        (
+            "vanish on their way through tanh at a.py:7 and 3 more: those of b.w",
+            [vanished(-10, 1, is_first=True)],
+            [vanished(-9, 1, is_first=True), vanished(-10, 0, is_first=True), vanished(-10, 1)],
+        ),
         ("weights change between the steps", [of_event(overwritten=2)], [of_event(overwritten=1)]),
     ]
 

@@ -538,7 +538,8 @@ def deep():
         (beside_others, r"neither the model nor an optimizer holds: Linear\.weight and 3 more\."),
         (
             deep,
-            r"gradients vanish on their way: those of \d\.\w+ are at most 2\*\*-\d\d, those of 24",
+            r"gradients vanish on their way through sigmoid at [^ ]*test_plain_failures\.py:\d+ "
+            r"and 11 more in a row: those of \d\.\w+ are at most 2\*\*-\d\d, those of 24",
         ),
         (lambda: nn.Linear(4, 4), "at a learning rate of 1e-09. If it should have fallen"),
     ],
@@ -551,6 +552,24 @@ def test_what_may_keep_a_loss_from_falling_is_said(model, hint):
         training.train(lambda t: mse_loss(t.model(torch.ones(8, 4)), torch.zeros(8, 4)), 150)
     assert monitor.verdict.kind == "normal"
     assert re.search(hint, str(monitor.verdict))
+
+
+@pytest.mark.parametrize(("number", "is_told"), [(4, True), (3, False)])
+def test_sigmoids_in_a_row_are_named(number, is_told):
+    """Beside them, one whose way is shorter; the gradients of either differ by 2**13 or more."""
+    layers = [each for _ in range(number) for each in (nn.Linear(4, 4), nn.Sigmoid())]
+    model = nn.Sequential(*layers, nn.Linear(4, 4))
+    for each in model.parameters():
+        nn.init.constant_(each, 0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    with Monitor(model=model, tell=list) as monitor:
+        for _ in range(120):
+            optimizer.zero_grad()
+            outputs = model(torch.ones(8, 4)) + torch.sigmoid(model[-1].bias)
+            mse_loss(outputs, torch.ones(8, 4)).backward()
+            optimizer.step()
+    told = re.search("through sigmoid at .* and 3 more in a row: those of 0", str(monitor.verdict))
+    assert bool(told) is is_told
 
 
 def a_guess():

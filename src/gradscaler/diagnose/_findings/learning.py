@@ -28,6 +28,7 @@ from gradscaler.diagnose._record.thresholds import (
     STAYED,
     TINY_NORM,
     VANISHED,
+    VANISHED_BEHIND,
 )
 
 _A_BOUND = "a lower bound, look for a term with the wrong sign"
@@ -195,7 +196,10 @@ def _unheld(evidence: Evidence) -> str | None:
 
 def _vanished(evidence: Evidence) -> str | None:
     """A hint if gradients shrink from layer to layer."""
-    sample = evidence.sample
+    # Where gradients are largest: once the last layer has found the mean of the targets, its own
+    # are as small as all others.
+    measured = (each for each in evidence.measured if each.parameters)
+    sample = max(measured, key=lambda each: each.norm or 0.0, default=evidence.sample)
     found = {} if sample is None else sample.parameters
     tops = {name: top for name, each in found.items() if (top := _largest(each)) is not None}
     # Layer by layer, by its largest: the gradient of a bias before a normalization, or of the keys
@@ -207,12 +211,15 @@ def _vanished(evidence: Evidence) -> str | None:
     if not largest:
         return None
     low, high = min(largest, key=lambda n: largest[n]), max(largest, key=lambda n: largest[n])
-    if largest[high] - largest[low] < VANISHED:
+    lost, names, passed = largest[high] - largest[low], list(found), ""
+    if evidence.events.count(Event.FLAT) and names.index(low) < names.index(high):
+        passed = f" through {evidence.events.place(Event.FLAT)}"
+    if lost < (VANISHED_BEHIND if passed else VANISHED):
         return None
     return (
-        f"and gradients vanish on their way: those of {low} are at most 2**{largest[low]}, those "
-        f"of {high} 2**{largest[high]}. If the loss should have fallen, take a normalization "
-        "layer, residual connections, and ReLU in place of sigmoid or tanh."
+        f"and gradients vanish on their way{passed}: those of {low} are at most "
+        f"2**{largest[low]}, those of {high} 2**{largest[high]}. If the loss should have fallen, "
+        "take a normalization layer, residual connections, and ReLU in place of sigmoid or tanh."
     )
 
 

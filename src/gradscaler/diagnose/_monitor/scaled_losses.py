@@ -26,6 +26,7 @@ from gradscaler.diagnose._graph.zero_losses import end_of
 from gradscaler.diagnose._operations.operation import Role
 from gradscaler.diagnose._operations.rows import names_with
 from gradscaler.diagnose._record.events import Counted, Event
+from gradscaler.diagnose._record.thresholds import MANY_IN_A_ROW
 
 _NEVER_NEGATIVE = names_with(Role.NEVER_NEGATIVE)
 _PASSED = "div", "mean", "sum", "to"  # between it and the loss; a factor may be negative
@@ -36,6 +37,7 @@ _OF_INF = {
     "rsqrt": ("result", 0.0),
     "reciprocal": ("result", 0.0),
 }
+_FLATTEN = "sigmoid", "tanh"  # whose slope is at most 1 where they are steepest, and else near 0
 _BELOW = -1e-3  # rounding makes a loss of 0 a little less
 _OF_LOGITS = names_with(Role.TAKES_LOGITS)
 _NORMALISE = names_with(Role.MAKES_PROBABILITIES)
@@ -82,12 +84,17 @@ class ScaledLosses:
 
     def _add_nodes(self, loss: Tensor, line_of: Callable[[Tensor, Node], str | None]) -> bool:
         """Add the nodes of a loss; False if a part of its graph is hidden."""
+        flattening: list[Node] = []
+        nodes: list[Node] = []
         for number, node in enumerate(nodes_from([loss.grad_fn])):
             hidden = is_opaque(node) or hasattr(type(node), "saved_tensors")
             if number == MOST_NODES or hidden:  # a Function of the user's may hide a backward pass
                 return False
+            nodes.append(node)
             if is_leaf(node):
                 self.reached[id(node.variable)] = node.variable
+            elif differentiated(node.name()) in _FLATTEN:
+                flattening.append(node)
             if Event.ABSORBED not in self.mistakes and _divides_by_inf(node):
                 self._note(Event.ABSORBED, node, line_of(loss, node))
             elif (inner := _normalised(node)) is not None:
@@ -96,7 +103,18 @@ class ScaledLosses:
                 self._note(Event.CUT, inner, line_of(loss, inner))
             elif (inner := _across(node)) is not None:
                 self._note(Event.ACROSS, inner, line_of(loss, inner))
+        if len(flattening) >= MANY_IN_A_ROW:
+            self._note_row(loss, nodes, line_of)
         return True
+
+    def _note_row(
+        self, loss: Tensor, nodes: list[Node], line_of: Callable[[Tensor, Node], str | None]
+    ) -> None:
+        """Note the first of many sigmoids and tanhs in a row, among the nodes of a loss."""
+        row = _longest_row(nodes)
+        if len(row) >= MANY_IN_A_ROW:
+            rest = f" and {len(row) - 1} more in a row"
+            self._note(Event.FLAT, row[0], line_of(loss, row[0]), rest)
 
     def _note(
         self, event: Event, node: Node, line: str | None, rest: str = "", before: str = ""
@@ -138,6 +156,20 @@ class ScaledLosses:
             if event is not Event.ABSORBED or math.isfinite(loss or 0.0):
                 yield Counted(event)
                 yield Counted(event, place)
+
+
+def _longest_row(nodes: Iterable[Node]) -> list[Node]:
+    """The sigmoids and tanhs on that way through a graph which passes most, in forward order."""
+    rows: dict[Node, tuple[Node, ...]] = {}
+    longest: tuple[Node, ...] = ()
+    inner = (node for node in nodes if not is_leaf(node))
+    for node in sorted(inner, key=lambda each: each._sequence_nr()):
+        row: tuple[Node, ...] = ()
+        for each in _before(node):
+            row = max(row, rows.get(each, ()), key=len)
+        rows[node] = row = (*row, node) if differentiated(node.name()) in _FLATTEN else row
+        longest = max(longest, row, key=len)
+    return list(longest)
 
 
 def _chance(node: Node, name: str) -> float | None:

@@ -60,6 +60,7 @@ class Event(Enum):
     CUT = "cut", "scaled_losses", "loss_graphs"  # a ReLU makes its logits
     ACROSS = "across", "scaled_losses", "loss_graphs"  # log-probabilities over the batch
     BROADCAST = "broadcast", "scaled_losses", "loss_graphs"  # n outputs with n targets each
+    FLAT = "flat", "scaled_losses", "learning"  # it is behind many of sigmoid and tanh in a row
     UNHELD = "unheld", "scaled_losses", "learning"  # it depends on what no model and optimizer has
     UNREGISTERED = "unregistered", "scaled_losses", "loss_graphs"  # in a list of the model's
 

@@ -93,6 +93,9 @@ SHRUNK = 0.02
 RATE_JUMPED = 3.0
 RATE_GREW = 10.0  # times the learning rate before
 VANISHED = 20  # powers of 2 from the largest gradient of one parameter to that of another
+# The same, where the graph passes so many of sigmoid and tanh in a row. A sigmoid passes on at most
+# a quarter, so four lose 8 powers beside those of the weights: `test_sigmoids_in_a_row_are_named`.
+VANISHED_BEHIND, MANY_IN_A_ROW = 10, 4
 SAME_NORM = 2e-5  # the relative difference of norms that are clipped to one number
 LARGEST_CLIP = 1e3  # the largest number that people clip gradients to
 # A clipping by more, in weights that move by less: `a_clipping_that_leaves_almost_nothing`.
