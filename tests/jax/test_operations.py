@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from gradscaler.diagnose._operations import repairs as to
+from gradscaler.diagnose._operations.operation import Seen
 from gradscaler.diagnose._operations.rows import canonical, row_of
 
 GRID = [x / 4 for x in range(-14, 15)]
@@ -114,3 +116,23 @@ def test_a_primitive_is_inf_beyond_its_largest_input(name, dtype):
     largest = row_of(name).largest[dtype]
     assert jnp.isfinite(CALLS[name](jnp.asarray(0.98 * largest, dtype)))
     assert jnp.isinf(CALLS[name](jnp.asarray(1.02 * largest, dtype)))
+
+
+# A slope that is 0 in PyTorch where the numbers are 0: by its row, what fails, the repair, and what
+# that says to do.
+STEEP = [
+    ("atan2", lambda x: jnp.arctan2(x, x), to.BOTH_0, lambda x: jnp.arctan2(x, x + 1e-3)),
+    (
+        "norm",
+        lambda x: jnp.linalg.norm(x[None], axis=-1),
+        to.NORM_SLOPE,
+        lambda x: jnp.sqrt((x[None] * x[None]).sum(-1) + 1e-6),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "function", "repair", "cured"), STEEP)
+def test_a_repair_cures_a_slope_that_pytorch_does_not_have(name, function, repair, cured):
+    assert jnp.isnan(jax.grad(lambda x: function(x).sum())(0.0))
+    assert row_of(name).repair(Seen(is_backward=True, has_nan=True)) is repair
+    assert jnp.isfinite(jax.grad(lambda x: cured(x).sum())(0.0))

@@ -131,6 +131,8 @@ CURES = {
     to.ZERO_BY_0: at_least(1e-6),
     to.QUOTIENT: in_single,
     to.WEIGHT_NORM: lambda function: lambda x: function(x + 1),
+    to.NORM_SLOPE: lambda _: lambda x: torch.sqrt((x * x).sum(-1) + 1e-6),
+    to.NO_COSINE: lambda function: lambda x: function((x / x.norm()).clamp(-0.999, 0.999)),
     to.ANGLE: within(-0.999, 0.999),
     to.ANGLE_SLOPE: within(-0.999, 0.999),
     to.TAN_SLOPE: within(-1.5, 1.5),
@@ -154,8 +156,9 @@ CURES = {
     to.NOT_DEFINITE: regular,
     to.DEPENDENT: regular,
 }
-# These are advice on code, not on numbers; tests of the graph have them.
-UNTRIED = {to.COMPILED, to.CHECKPOINTED, to.HOOK}
+# These are advice on code, not on numbers; tests of the graph have them. A slope that is 0 in
+# PyTorch is tried in tests/jax/test_operations.py.
+UNTRIED = {to.COMPILED, to.CHECKPOINTED, to.HOOK, to.BOTH_0}
 
 
 def cross_entropy(labels, **options):
@@ -224,6 +227,8 @@ CASES = [
     ("std", torch.std, [1.0], DOUBLE, {}, lambda x: x.std(correction=0)),
     ("mean", torch.mean, [], DOUBLE, {}, lambda x: x.sum() / max(1, len(x))),
     ("sum", torch.sum, [6e4, 6e4], HALF),
+    ("acos", torch.acos, [1.004]),
+    ("asin", torch.asin, [-2.27]),
     ("tan", torch.tan, [1.5703], HALF),
     ("mvlgamma", lambda x: torch.mvlgamma(x, 2), [0.5]),
     ("matmul", lambda x: x @ x.T, [[300.0, 300.0]], HALF),

@@ -345,6 +345,16 @@ _ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("pass eps=1e-4", ("pass eps=1e-4", "pass epsilon=1e-4", *("add 1e-4 to its norm",) * 3)),
     (
+        "torch.sqrt((x * x).sum(-1) + 1e-6)",
+        (
+            "paddle.sqrt((x * x).sum(-1) + 1e-6)",
+            "jnp.sqrt((x * x).sum(-1) + 1e-6)",
+            "keras.ops.sqrt(keras.ops.sum(x * x, -1) + 1e-6)",
+            "tf.sqrt(tf.reduce_sum(x * x, -1) + 1e-6)",
+            "ops.sqrt((x * x).sum(-1) + 1e-6)",
+        ),
+    ),
+    (
         "masked_fill()",
         (
             "masked_fill()",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from gradscaler.diagnose._operations.operation import Repair, Seen
 
 _TINY = 2.0**-14  # the smallest normal number of float16
+# Unit vectors in bfloat16, whose eps is 2**-7, have a product of at most about 1 + 2**-7.
+_LARGEST_BY_ROUNDING = 1.01
 _ROOT_OF_FLOAT16, _ROOT_OF_FLOAT32 = 2.0, 255.0  # the 16th, of the largest number
 
 
@@ -105,6 +107,12 @@ ROOT_OF_NEGATIVE = Repair(
 ROOT_SLOPE = Repair(
     "add a small number under the root, or clamp its input, as its slope at 0 is Inf", clauses=_AT_0
 )
+# It is one call of the user's, of signed differences: no root to add to, and nothing to clamp.
+NORM_SLOPE = Repair(
+    "the norm of 0 has no slope: write it out as a root of more than 0, such as "
+    "torch.sqrt((x * x).sum(-1) + 1e-6)",
+    clauses=(_WHERE,),
+)
 RSQRT = Repair(
     "1 / sqrt of 0 is Inf, and of a negative number NaN: clamp its input to a small number",
     clauses=_AT_0,
@@ -192,11 +200,21 @@ DEVIATION_OF_ONE = Repair(
 )
 
 # Angles, and other functions of a range.
+NO_COSINE = Repair(
+    "its input is beyond 1 by more than rounding, so it is no cosine or sine: normalize the "
+    "vectors that it is a product of, or clamp it to within -0.999 and 0.999",
+    lambda seen: seen.largest > _LARGEST_BY_ROUNDING,
+)
 ANGLE = Repair(
     "rounding takes a cosine or sine beyond 1: clamp it to within -0.999 and 0.999 before this"
 )
 ANGLE_SLOPE = Repair(
     "clamp its input to within -0.999 and 0.999, as its slope at 1 is Inf", clauses=(_WHERE,)
+)
+BOTH_0 = Repair(
+    "both of its arguments are 0, where an angle has no slope: add 1e-3 to one of them, or mask "
+    "such places before it",
+    clauses=(_WHERE,),
 )
 TAN_SLOPE = Repair("its slope leaves float16 near pi / 2: clamp its input to within -1.5 and 1.5")
 ACOSH = Repair(

@@ -113,14 +113,14 @@ OPERATIONS = (
     ),
     *_each("cbrt", steep_at=(0.0,), of_slope=(to.ROOT_SLOPE,)),  # JAX's
     *_each(
-        "hypot Hypot", steep_at=(0.0,), of_value=(to.SQUARES,), of_slope=(to.ROOT_SLOPE,)
+        "hypot Hypot", steep_at=(0.0,), of_value=(to.SQUARES,), of_slope=(to.NORM_SLOPE,)
     ),  # where both are 0
     *_each(
         "norm vector_norm linalg_vector_norm linalg_norm dist p_norm frobenius_norm EuclideanNorm "
         "Norm LinalgVectorNorm LpNorm LpNormV2, cdist euclidean_dist Cdist, pdist Pdist",
         roles=(Role.RISKY,),
         of_value=(to.SQUARES,),
-        of_slope=(to.ROOT_SLOPE,),
+        of_slope=(to.NORM_SLOPE,),
     ),
     *_each(
         "pow rpow ipow float_power integer_pow elementwise_pow Pow PowScalarTensor PowTensorScalar",
@@ -202,7 +202,7 @@ OPERATIONS = (
         "acos arccos Acos ACos AcosExt, asin arcsin Asin AsinExt",
         bad_at=_OUTSIDE,
         steep_at=(*_OUTSIDE, *_ENDS),
-        of_value=(to.ANGLE,),
+        of_value=(to.NO_COSINE, to.ANGLE),
         of_slope=(to.ANGLE_SLOPE,),
     ),
     *_each(
@@ -218,6 +218,8 @@ OPERATIONS = (
         steep_at=(*_OUTSIDE, *_ENDS),
         both=(to.ATANH,),
     ),
+    # In other frameworks than PyTorch, TensorPlay and Paddle, its slope is NaN where both are 0.
+    *_each("atan2 arctan2 Atan2", of_slope=(to.BOTH_0,)),
     *_each("tan Tan", of_slope=(to.TAN_SLOPE,)),
     *_each(
         "lgamma special_gammaln gammaln Lgamma",
@@ -411,7 +413,7 @@ OPERATIONS = (
     ),
     # What is finite, and has a finite slope, wherever its input is.
     *_each(
-        "asinh arcsinh Asinh AsinhExt, atan arctan Atan AtanExt, atan2 arctan2 Atan2, linalg_det "
+        "asinh arcsinh Asinh AsinhExt, atan arctan Atan AtanExt, linalg_det "
         "det MatrixDeterminant, log_sigmoid logsigmoid LogSigmoid, renorm embedding_renorm Renorm"
     ),
     # What hides operations, or is none.
