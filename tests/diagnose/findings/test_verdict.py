@@ -245,7 +245,7 @@ def test_a_divergence_speaks_of_a_cast():
     located = replace(LOCATED, operation="to", line="model.py:3")
     found = judge(replace(STUCK, past=past, located=located))
     assert found.kind == "divergence"
-    assert "(first in encoder.3, by casting at model.py:3)" in found.text
+    assert "(first in encoder.3 (Linear), by casting at model.py:3)" in found.text
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ ALONG = {"world_size": 4, "is_finite_here": True}  # this rank's gradients are f
         ("nan", "The gradient of fc2.weight is NaN", {"skips": (*streak(), *NAN_AT_1)}),
         ("loss", "The unscaled loss is itself nan", {"skips": streak(loss=math.nan)}),
         ("parameter", "The model's w is itself", {"parameter": "w"}),
-        ("activations", "The forward pass of encoder.3", {"located": LOCATED}),
+        ("activations", "The forward pass of encoder.3 (Linear) makes", {"located": LOCATED}),
     ],
 )
 def test_a_rank_with_finite_gradients_blames_another_unless_it_has_evidence(kind, words, changes):

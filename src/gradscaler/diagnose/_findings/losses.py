@@ -105,13 +105,14 @@ def divergence(case: Case) -> Finding | None:
         verb = "" if loss else " grew"
         grew.append(f"weights' norm{verb} from {weights[0]:g} to {weights[1]:g}")
     where, at = case.parameter if case.is_skipped else None, ""  # else it is an effect
+    shown = where
     if where is None and isinstance(case.located, Made):
-        where = case.located.module or where
+        where, shown = case.located.module or None, case.located.spoken_module
         at = at_line(case.located)
     became = f"left {evidence.range}" if evidence.range else "became Inf or NaN"
     if not case.is_skipped and loss is not None and _has_passed(loss[1], case):
         return None
-    first_bad = f" (first in {where}{at})" if where else ""
+    first_bad = f" (first in {shown}{at})" if shown else ""
     go = "It diverges at any scale: go" if evidence.has_scaler else "Go"
     lower = "lower the learning rate or warm it up"
     if rate:

@@ -169,7 +169,7 @@ def forward(case: Case) -> Finding | None:
     if isinstance(located, Given):
         return _given(case, located, ", though the loss is finite" * is_finite)
     module, kind = located.module, "activations"
-    maker = f"The forward pass of {module or 'the model'}"
+    maker = f"The forward pass of {located.spoken_module or 'the model'}"
     if module is None:
         kind = "loss"
         outside = "Code outside of the model"
@@ -235,7 +235,7 @@ def _given(case: Case, located: Given, though: str) -> Finding:
         kind, what = "data", "The batch itself holds"
         action = _LOOK_AT
     rows = f" in {located.rows}" if located.rows else ""
-    layer = f" before the forward pass of {located.module}" if located.module else ""
+    layer = f" before the forward pass of {located.spoken_module}" if located.module else ""
     seen, so = at_line(located, "first seen in"), case.told(case.outcome.of_forward)
     return Finding(
         kind,

@@ -88,6 +88,16 @@ class Located:
         """The whole name of the parameter that is itself not finite; None if none is known."""
         return None
 
+    @property
+    def spoken_module(self) -> str:
+        """The module's name; beside a mere number, as in a Sequential, its class.
+
+        Empty for the model itself and outside of all its modules.
+        """
+        module = self.module or ""
+        is_number = module.rpartition(".")[2].isdecimal()
+        return f"{module} ({self.type})" if is_number and self.type else module
+
     def is_at(self, other: Located) -> bool:
         """Whether this is the place of another Inf or NaN."""
         fields = "module", "kind", "parameter", "operation", "line", "is_likely"
