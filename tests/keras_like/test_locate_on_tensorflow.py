@@ -61,6 +61,11 @@ def root_of_0(y):
     return tf.reduce_mean(tf.sqrt(y * 0))
 
 
+def log_whose_result_is_finite(y):
+    made = tf.math.log(y * 0)
+    return tf.reduce_mean(tf.tanh(made @ tf.ones((4, 1)) * y))
+
+
 def raises(y):
     raise KeyError("closure")
 
@@ -103,6 +108,11 @@ def test_callbacks_of_the_user_s_own_stay(model):
         assert state() == before
     finally:
         tf.debugging.disable_check_numerics()
+
+
+def test_an_infinity_that_only_a_gradient_reads_is_named_by_what_made_it(model):
+    found = locate(model, step_of(model, log_whose_result_is_finite))
+    assert named(found) == ("forward", "log", line_of(log_whose_result_is_finite))
 
 
 @pytest.mark.parametrize("is_located", [False, True])

@@ -141,7 +141,8 @@ class TensorFlowSeam(JudgedSeam):
         """The site of an operation of a backward pass, and what it reads.
 
         TensorFlow computes most gradients in a function that holds the forward operation, and the
-        gradients of its outputs. Numbers of the forward pass count as finite there.
+        gradients of its outputs. Numbers of the forward pass count as finite there, unless the
+        gradients of the outputs are finite and another operation made an Inf or NaN that it read.
         """
         backward = unwrap(_module("eager.imperative_grad").imperative_grad).__code__
         function = _module("eager.backprop")._gradient_function.__code__
@@ -151,10 +152,13 @@ class TensorFlowSeam(JudgedSeam):
                 call = frame.f_locals
                 given, made = _present(call["inputs"]), _present(call["outputs"])
                 site = self._site_of(call["op_name"], given, made)
-                forward = {each._id for each in (*given, *made)}
-                inputs = [*inputs, *_floating(_present(call["out_grads"]))]
+                own, results = {each._id for each in given}, {each._id for each in made}
+                gradients = _floating(_present(call["out_grads"]))
+                if any(read(each).bad for each in gradients):
+                    results |= own
+                inputs = [*inputs, *gradients]
                 values = [
-                    Value(Reading("finite")) if each._id in forward else value
+                    Value(Reading("finite")) if each._id in results else value
                     for each, value in zip(inputs, self._judge.before(inputs, site), strict=True)
                 ]
                 return site, inputs, values
