@@ -75,3 +75,12 @@ def test_weights_are_not_called_lost_if_the_gradients_of_a_bad_loss_are_finite()
     text = judge(Evidence(9, 0, bad_step=bad, has_scaler=False, framework=framework)).text
     assert "so the loss of step 9 is nan, and its gradients are finite" in text
     assert "lost" not in text
+
+
+def test_a_replay_of_keras_explains_skips_whose_losses_are_unknown():
+    past = tuple(Step(n, 64.0, n in (40, 41), None) for n in range(1, 101))
+    exp = replace(LOG, operation="exp", dtype="float16")
+    known = Evidence(100, 2, past=past, watched=exp, framework=framework_named("keras", {}))
+    assert "by exp at train.py:7" in judge(known).text
+    known = replace(known, past=tuple(step._replace(loss=0.5) for step in past))
+    assert "by exp" not in judge(known).text

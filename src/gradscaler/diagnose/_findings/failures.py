@@ -81,10 +81,11 @@ def _of_loss(evidence: Evidence, located: Located | None) -> Finding | None:
     """Losses that are not finite, by an operation of a forward pass."""
     if located is None or located.is_likely or located.operation is None:
         return None
+    is_replayed = evidence.framework.is_recorded and isinstance(located, Made)  # Keras tells none
     failed = [each for each in evidence.failures if each.has_bad_loss] or [
         Failure(step.step, step.scale, step.loss, None)  # its gradients were not recorded
         for step in evidence.past
-        if step.skipped and step.has_bad_loss
+        if step.skipped and (step.has_bad_loss or (is_replayed and step.loss is None))
     ]
     # A script without a scaler that leaves out such a step may do so on purpose.
     is_ordinary = isinstance(located, Made) and located.largest_input <= ORDINARY
