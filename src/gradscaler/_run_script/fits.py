@@ -25,7 +25,7 @@ from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.frameworks import Framework, framework_named
 from gradscaler.diagnose._graph.guard import guarded
-from gradscaler.diagnose._monitor.fit_batches import FitBatches, Replay
+from gradscaler.diagnose._monitor.fit_batches import FitBatches, Replay, num_replicas, steps_of
 from gradscaler.diagnose._monitor.recorder import RecordedParameters
 from gradscaler.diagnose._monitor.streaks import MOST_NONFINITE
 from gradscaler.diagnose._monitor.traced_scalers import number_of
@@ -42,6 +42,10 @@ _CURES = (
 
 # Keras may tell the loss of a batch after that of the next one, so the step may be one too late.
 _STEPS_BEFORE = 2
+_ON_REPLICAS = (
+    "with several replicas, Keras gives no batch. Train without tf.distribute, with a batch as "
+    "large as that of all replicas."
+)
 
 
 class Fits:
@@ -93,10 +97,11 @@ class Fits:
 
     def _begin_call(self, model: Any) -> list[Any]:
         """The callbacks of a call of ``train_on_batch``, which get its batch."""
-        callbacks = self._callbacks_for(model)
+        callbacks, params = self._callbacks_for(model), dict[str, Any]()
         if callbacks:
             model.make_train_function()
         for each in callbacks:
+            each.set_params(params)
             each.set_model(model)
             each.on_train_begin()
         return callbacks
@@ -174,15 +179,19 @@ class _Bad(NamedTuple):
         batch: of that epoch, or the number of the call.
         loss: its value.
         name: its name.
+        num_steps: how many batches, with this one as the last, Keras tells one loss for.
     """
 
     epoch: int
     batch: int
     loss: float
     name: str
+    num_steps: int = 1
 
     def __str__(self) -> str:
         where = f"batch {self.batch} of epoch {self.epoch}"
+        if self.num_steps > 1:
+            where = f"one of batches {self.batch - self.num_steps + 1} to {where[6:]}"
         return (
             f"The {self.name} is {self.loss:g} at {where if self.epoch else f'call {self.batch}'}"
         )
@@ -199,7 +208,7 @@ class Losses:
         self._name = name
         self._may_stop, self._is_scaled = options.stop and not is_scaled, is_scaled
         self._proposes_watch = options.watch is None and not is_scaled
-        self._again = options.again
+        self._again, self._has_replicas = options.again, False
         self._num_epochs = self._num_steps = 0  # the steps are those of epochs that have ended
         self._num_calls = 0  # of train_on_batch
         self._first: _Bad | None = None
@@ -217,6 +226,12 @@ class Losses:
         class Looking(_package(self._name).callbacks.Callback):  # type: ignore[misc] # untyped base
             async_safe = not losses._may_stop
             epoch = steps = 0
+            num_steps = 1  # of a call
+
+            @guarded
+            def on_train_begin(self, logs: Any = None) -> None:
+                self.num_steps = steps_of(self.model)
+                losses._has_replicas = num_replicas(self.model) > 1
 
             @guarded
             def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -229,11 +244,15 @@ class Losses:
                 if batch is None:
                     losses._see_call(self.model, name, loss)
                     return
-                self.steps = max(self.steps, batch + 1)
+                # The last call of an epoch may take fewer steps than Keras counts.
+                params = getattr(self, "params", None) or {}  # a loop of the user's has none
+                end = min(batch + 1, params.get("steps") or batch + 1)
+                self.steps = max(self.steps, end)
                 if self.epoch == 1:
                     losses._begun = min(losses._begun or (batch, loss), (batch, loss))
                 if not math.isfinite(loss):
-                    losses._see_bad(_Bad(self.epoch, batch + 1, loss, name))
+                    num_steps = min(self.num_steps - (batch + 1 - end), end)
+                    losses._see_bad(_Bad(self.epoch, end, loss, name, num_steps))
 
             @guarded
             def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -272,6 +291,7 @@ class Losses:
     def _source_of(self, step: int) -> list[str]:
         """The line that proposes to watch a step."""
         source = f"source: {self._again.format(max(step, 2))} names what made it"
+        source += ", on one replica with all of the batch" * self._has_replicas
         return [source] * self._proposes_watch
 
     def _look_at(self, model: Any, when: str) -> None:
@@ -333,7 +353,10 @@ class FitWatch:
 
             @guarded
             def on_train_begin(self, logs: Any = None) -> None:
-                self.batches = FitBatches(self.model, watch._before)
+                if num_replicas(self.model) > 1 and watch._step:
+                    voice.note(f"step {watch._step:,} is not watched: {_ON_REPLICAS}")
+                    watch._step = 0
+                self.batches = FitBatches(self, watch._before)
                 self.batches.start()
 
             @guarded
@@ -345,7 +368,8 @@ class FitWatch:
 
     def _before(self, model: Any, replay: Replay) -> None:
         self._num_steps += 1
-        if not self._step - _STEPS_BEFORE <= self._num_steps <= self._step:
+        num_before = _STEPS_BEFORE + steps_of(model) - 1  # Keras tells one loss for each call
+        if not self._step - num_before <= self._num_steps <= self._step:
             return
         try:
             located = self._locate(model, replay)

@@ -535,3 +535,31 @@ def test_the_callback_records_each_step_of_fit(policy):
     model.fit(inputs, np.zeros((len(FINITE), 1)), callbacks=[monitor.callback()], **options)
     assert [not step.skipped for step in monitor.history] == FINITE
     assert [step.scale for step in monitor.history] == by_policy(policy, FINITE)
+
+
+@pytest.mark.skipif(not IS_KERAS, reason="it is Keras'")
+def test_the_callback_counts_each_step_of_a_call_that_takes_several():
+    if framework.backend.backend() == "torch":
+        pytest.skip("Keras takes one step in a call there")
+    finite = [True, False, True, True, False, False]  # the last skips of a call end it, or not
+    optimizer = ours.LossScaleOptimizer(framework.optimizers.SGD(0.01), policy=RULE)
+    model = framework.Sequential([framework.layers.Dense(1)])
+    model.compile(optimizer, "mse", steps_per_execution=3)
+    inputs = np.float32([[1.0] if each else [math.inf] for each in finite])
+    monitor = Monitor(optimizer, every=5)
+    options = {"batch_size": 1, "shuffle": False, "verbose": 0}
+    model.fit(inputs, np.zeros((len(finite), 1)), callbacks=[monitor.callback()], **options)
+    assert [not step.skipped for step in monitor.history] == finite
+    assert [step.scale for step in monitor.history] == by_policy(RULE, finite)
+
+
+@pytest.mark.skipif(FRAMEWORK != "keras", reason="it is of Keras 3")
+def test_accumulated_gradients_are_no_skips():
+    optimizer = framework.optimizers.LossScaleOptimizer(
+        framework.optimizers.SGD(0.01, gradient_accumulation_steps=3)
+    )
+    model = framework.Sequential([framework.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    monitor = Monitor(optimizer, every=5)
+    model.fit(np.ones((6, 1)), np.zeros(6), 1, callbacks=[monitor.callback()], verbose=0)
+    assert [step.skipped for step in monitor.history] == [False] * 6

@@ -378,7 +378,7 @@ class Monitor:
         """
         if self._framework not in ("keras", "tf_keras"):
             raise TypeError(f"callback() is for Keras, but this is a scaler for {self._framework}")
-        return callback_of(self._framework, self.record)
+        return callback_of(self._framework, self._source.scaler, self.record)
 
     @property
     def history(self) -> tuple[Step, ...]:

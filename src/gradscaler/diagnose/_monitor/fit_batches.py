@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
-from functools import reduce
+from functools import partial, reduce
 from inspect import signature
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._locate.locate import is_locating
 from gradscaler.diagnose._locate.unnoticed import unnoticed
 from gradscaler.diagnose._monitor.own_steps import is_own, up_to_optimizer
+from gradscaler.diagnose._monitor.traced_scalers import ScalerState, policy_of, state_of
 from gradscaler.diagnose._seams.keras import backend_of, package_of
 
 Model = Any
@@ -26,53 +27,60 @@ Variable = Any
 
 
 class FitBatches:
-    """Keeps the latest batch of a model's ``fit``, between ``start()`` and ``stop()``.
+    """Keeps the batches of the latest call in ``fit``, between ``start()`` and ``stop()``.
 
     The model's ``train_function`` takes an iterator. It gets one that holds the batches of one
     call, which are the same, so the compiled step is the same, too. With several replicas, a batch
     is the framework's own, and none is kept.
 
     Args:
-        model: a compiled model of Keras 3 or tf_keras.
+        callback: one of a ``fit`` of Keras 3 or tf_keras.
         before: called with the model before each step, and with what takes its gradients. Of
             several steps in one execution, all come before the first.
+
+    Attributes:
+        latest: the batches, of which there are several with ``steps_per_execution``.
     """
 
     def __init__(
-        self, model: Model, before: Callable[[Model, Replay], object] | None = None
+        self, callback: Any, before: Callable[[Model, Replay], object] | None = None
     ) -> None:
-        self._model, self._before = model, guarded(before or _nothing)
-        self._function: Any = None
-        self.latest: Batch | None = None
+        self._model = callback.model
+        self._params = getattr(callback, "params", None)  # the same in all callbacks of a fit
+        self._before = None if before is None else guarded(before)
+        self.latest: list[Batch] = []
 
     def start(self) -> None:
         """Keep batches from now on; the model has its train function by then."""
         function = self._model.train_function
-        function = getattr(function, "of_gradscaler", function)  # of a fit that was interrupted
-        if function is None or self._function is not None or _num_replicas(self._model) > 1:
+        if function is None or num_replicas(self._model) > 1:
             return
-        self._function = function
+        if getattr(function, "params", self) is not self._params:
+            function = getattr(function, "of_gradscaler", function)  # of an interrupted fit
+            self._see(function)
+        self._model.train_function.listeners.append(self)
+
+    def _see(self, function: Any) -> None:
+        listeners: list[FitBatches] = []
 
         def seen(*args: Any) -> Any:
-            batches = list(islice(iter(args[-1]), self._num_steps))
+            batches = list(islice(iter(args[-1]), steps_of(self._model)))
             if not batches:
                 raise StopIteration
-            self.latest = batches[-1]
-            for batch in batches:  # those after the first have the weights from before it
-                state = args[0] if len(args) > 1 else None
-                self._before(self._model, Replay(self._model, batch, state))
+            state = args[0] if len(args) > 1 else None
+            for each in listeners:
+                each._see_call(batches, state)
             return function(*args[:-1], self._as_given(args[-1], batches))
 
-        seen.of_gradscaler = function  # type: ignore[attr-defined]
+        seen.of_gradscaler, seen.params = function, self._params  # type: ignore[attr-defined]
+        seen.listeners = listeners  # type: ignore[attr-defined]
         self._model.train_function = seen
 
-    @property
-    def _num_steps(self) -> int:
-        """How many steps one call takes."""
-        if package_of(self._model) == "keras":
-            return int(self._model.steps_per_execution)
-        steps = self._model._steps_per_execution
-        return 1 if steps is None else int(steps)
+    def _see_call(self, batches: list[Batch], state: Sequence[Any] | None) -> None:
+        self.latest = batches
+        if self._before is not None:
+            for batch in batches:  # those after the first have the weights from before it
+                self._before(self._model, Replay(self._model, batch, state))
 
     def _as_given(self, given: Any, batches: list[Batch]) -> Any:
         """Batches in an iterator of the kind that was given, or in a list in PyTorch."""
@@ -86,13 +94,17 @@ class FitBatches:
 
     def stop(self) -> None:
         """Keep none any more, and leave the model as it was."""
-        if self._function is not None:
-            self._model.train_function, self._function = self._function, None
-        self.latest = None
+        function = self._model.train_function
+        listeners = getattr(function, "listeners", [])
+        if self in listeners:
+            listeners.remove(self)
+            if not listeners:
+                self._model.train_function = function.of_gradscaler
+        self.latest = []
 
-    def replay(self) -> tuple[Model, Callable[[], object]]:
-        """The model, and a closure that takes the gradients of the latest batch again."""
-        return self._model, Replay(self._model, self.latest).gradients
+    def replay_of(self, batch: Batch) -> tuple[Model, Callable[[], object]]:
+        """The model, and a closure that takes the gradients of a batch again."""
+        return self._model, Replay(self._model, batch).gradients
 
 
 class Replay:
@@ -202,18 +214,21 @@ class Replay:
         return found
 
 
-def callback_of(framework: str, record: Callable[..., None]) -> Any:
+def callback_of(framework: str, scaler: object, record: Callable[..., None]) -> Any:
     """A callback of Keras or tf_keras that records each step of ``fit``, and its failing batch."""
     keras: Any = sys.modules[framework]
 
     class Recording(keras.callbacks.Callback):  # type: ignore[misc] # untyped base
         mean = 0.0  # of the losses of the epoch so far
         batches: FitBatches | None = None
+        state: ScalerState | None = None  # of the scaler, after the latest call of several steps
 
         @guarded
         def on_train_begin(self, logs: object = None) -> None:
-            self.batches = FitBatches(self.model)
+            self.batches = FitBatches(self)
             self.batches.start()
+            if steps_of(self.model) > 1:
+                self.state = state_of(scaler)
 
         @guarded
         def on_train_end(self, logs: object = None) -> None:
@@ -224,27 +239,44 @@ def callback_of(framework: str, record: Callable[..., None]) -> Any:
             self.mean = 0.0
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if (step := self._look(logs)) is not None:
-                loss, replay = step
-                record(loss=loss, replay=replay)
+            for step in self._look(logs) or ():
+                record(**step)
 
         @guarded
-        def _look(self, logs: Any) -> tuple[float | None, Callable[[], object] | None]:
-            _ = self.model  # on JAX, reading it updates the optimizer's variables
+        def _look(self, logs: Any) -> list[dict[str, Any]]:
+            """What is recorded of each step of the latest call."""
+            model = self.model  # on JAX, reading it updates the optimizer's variables
             before, self.mean = self.mean, float(np.mean((logs or {}).get("loss", 0.0)))
             is_bad = math.isfinite(before) and not math.isfinite(self.mean)
             seen = self.batches
-            replay = None if seen is None or seen.latest is None else seen.replay
-            return (self.mean if is_bad else None), replay
+            replays = [partial(seen.replay_of, each) for each in seen.latest] if seen else []
+            states: list[Any] = [None]
+            if self.state is None:  # Keras may decide later to take several steps in a call
+                replays = replays[-1:]
+            else:
+                first, self.state = self.state, state_of(scaler)
+                backoff = getattr(policy_of(scaler), "backoff_factor", 0.5)
+                states = first.each_of(len(replays) or steps_of(model), self.state, backoff)
+            steps: list[dict[str, Any]] = [
+                {"scaler": state, "replay": replay}
+                for state, replay in zip_longest(states, replays)
+            ]
+            steps[-1]["loss"] = self.mean if is_bad else None
+            return steps
 
     return Recording()
 
 
-def _nothing(*_: object) -> None:
-    """Do nothing."""
+def steps_of(model: Model) -> int:
+    """How many steps of a training one call of Keras takes."""
+    if package_of(model) == "keras":
+        return int(model.steps_per_execution)
+    steps = model._steps_per_execution
+    return 1 if steps is None else int(steps.numpy())  # with replicas, one for each
 
 
-def _num_replicas(model: Model) -> int:
+def num_replicas(model: Model) -> int:
+    """How many replicas of a model TensorFlow trains, each on a part of the batch."""
     strategy = getattr(model, "distribute_strategy", None)
     return int(getattr(strategy, "num_replicas_in_sync", 1))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,9 +37,38 @@ class ScalerState:
         is_at_largest = scale == scale_before and is_full
         return number_of(self.finite_steps) > 0 or scale > scale_before or is_at_largest
 
+    def each_of(
+        self, num_steps: int, after: ScalerState, backoff: float = 0.5
+    ) -> list[ScalerState]:
+        """The state after each of the steps since this one, of which only the last is known.
+
+        The last skip is as long ago as the counter says. Others are taken to come right before it,
+        and to lower the scale by the same factor, as while a scale settles. Waits for the device.
+        """
+        scale, last = number_of(self.scale), number_of(after.scale)
+        ratio = last / scale if scale else 1.0
+        counter = 0.0 if after.finite_steps is None else number_of(after.finite_steps)
+        if after.applied is not None and self.applied is not None:
+            skips = num_steps - int(number_of(after.applied) - number_of(self.applied))
+        elif after.finite_steps is None or counter >= num_steps or last > scale:
+            skips = 0
+        else:
+            skips = max(1, round(math.log(ratio, backoff))) if ratio else 1  # a scale of 1 stays
+        skips = min(max(skips, 0), num_steps)
+        end = num_steps - min(int(counter), num_steps - skips)
+        found = []
+        for step in range(1, num_steps + 1):
+            skipped = min(max(step - (end - skips), 0), skips)
+            own = scale * ratio ** (skipped / skips) if skips else scale
+            is_last, is_finite = step == num_steps, not end - skips < step <= end
+            found.append(replace(after, scale=last if is_last else own, finite=is_finite))
+        return found
+
 
 def state_of(scaler: object) -> ScalerState:
     """The state of a scaler for JAX, Keras, tf-keras or MindSpore; TypeError for anything else."""
+    if isinstance(scaler, ScalerState):
+        return scaler
     for part in _parts(scaler):
         for attribute, reader in _READERS.items():
             if hasattr(part, attribute):
@@ -96,13 +126,20 @@ def _of_jax(scaler: Any) -> ScalerState:
 def _of_keras(optimizer: Any) -> ScalerState:
     if _is_of_keras_itself(optimizer):
         scale = optimizer.dynamic_scale + 0 if optimizer.built else optimizer.initial_scale
-        return ScalerState(scale, applied=optimizer.inner_optimizer.iterations + 0)
+        counter = optimizer.step_counter + 0 if optimizer.built else None
+        return ScalerState(scale, counter, applied=_num_applied(optimizer))
     counter = optimizer.dynamic_counter
     is_keras_3 = hasattr(optimizer, "dynamic_scale")  # tf-keras counts skipped steps too
-    applied = optimizer.inner_optimizer.iterations + 0 if is_keras_3 else None
+    applied = _num_applied(optimizer) if is_keras_3 else None
     return ScalerState(
         optimizer.loss_scale, None if counter is None else counter + 0, None, applied
     )
+
+
+def _num_applied(optimizer: Any) -> Scalar:
+    """How many steps Keras' inner optimizer took; its own number leaves accumulated ones out."""
+    inner = optimizer.inner_optimizer
+    return getattr(inner, "_iterations", inner.iterations) + 0
 
 
 def _is_of_keras_itself(part: object) -> bool:

@@ -78,12 +78,16 @@ def with_layer(located: Located | None, model: Model) -> Located | None:
 def left_as_it_was(model: Model) -> Iterator[None]:
     """Afterwards, restore the variables of a model and of its optimizer, seeds among them."""
     before = [(each, _copy(each)) for each in _variables_of(model)]
+    known = {id(variable) for variable, _ in before}
     seeds = [(each, each._seed) for each in _generators_of(model)]
     try:
         yield
     finally:
         for variable, value in before:
             variable.assign(value)
+        for metric in getattr(model, "metrics", ()):  # the first step makes some of its metrics
+            if not known.issuperset(map(id, metric.variables)):
+                metric.reset_state()
         for generator, seed in seeds:
             generator._seed = seed
 
