@@ -368,6 +368,11 @@ def of_learning():
     low, high = [10.0] * 20 + [2.0] * 60, [12.0] * 30
     ramp = [[2.0 + 10 * n / steps for n in range(1, steps)] for steps in (9, 10)]
     return [
+        (
+            "the loss went from 2 to 1.8, its mean from 2 to 1.9",
+            [told([2.0] * 100 + [2.0, 1.8] * 10)],
+            [told([2.0] * 119 + [1.95])],
+        ),
         ("lower the learning rate.", [told([1.0] * 119 + [2.2])], [told([1.0] * 119 + [1.8])]),
         (
             "steps are too few to say more",

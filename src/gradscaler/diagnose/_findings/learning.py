@@ -79,9 +79,11 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
     ends = [rate for _, rate in (*evidence.rates[:1], *evidence.rates[-1:])]
     rates = " to ".join(dict.fromkeys(f"{rate:g}" for rate in ends))
     rate = f", at a learning rate of {rates}" if ends else ""
+    seems_to = values[-1] < usual - FELL * abs(usual)  # the latest loss alone is a low one
+    mean = f", its mean from {usual:g} to {fmean(values[-LATE:]):g}" if seems_to else ""
     return (
-        f"{judged}{rate}. If it should have fallen, look at the learning rate, clipping, inputs "
-        "and targets."
+        f"{judged}{mean}{rate}. If it should have fallen, look at the learning rate, clipping, "
+        "inputs and targets."
     )
 
 
