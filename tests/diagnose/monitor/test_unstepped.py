@@ -205,5 +205,5 @@ def test_finite_losses_that_no_step_follows_are_counted(path):
 def test_an_inf_in_the_batch_that_the_loss_does_not_show_is_told_with_its_row(path):
     monitor, _ = watched(Training(range(5, 61, 5), by_batch=True), guarded, path)
     found = monitor.verdict.findings[0]
-    assert "in row 3 of 8 before the forward pass of 0, first seen" in found.cause
+    assert "in row 3 of 8 before the forward pass of 0 (Linear), first seen" in found.cause
     assert f"in matmul at {line_with('model')}, though the loss is finite" in found.cause
