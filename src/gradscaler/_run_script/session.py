@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
+from torch.optim.lr_scheduler import LRScheduler
 
 from gradscaler._run_script.after_import import after_import
 from gradscaler._run_script.after_init import after_init
@@ -76,6 +77,7 @@ class Session(Runs, backward_calls.BackwardListener):
         on_stop.enter_context(raise_as_theirs())  # a script must not end because it is watched
         attempt(die_in_groups)
         after_init(Optimizer, self._see_optimizer)
+        after_init(LRScheduler, self._see_schedule)
         self._is_watching = True
         after_import("fastai.optimizer", self._see_fastai)
         after_init(GradScaler, self._see_scaler)
@@ -121,6 +123,10 @@ class Session(Runs, backward_calls.BackwardListener):
             self._lines.start()
             backward_calls.listen(self)
         self._new[optimizer] = None
+
+    def _see_schedule(self, schedule: LRScheduler) -> None:
+        if self._is_watching:
+            new_optimizers.note_made(schedule, currentframe())
 
     def _end_last(self) -> None:
         """End the last run that is watched, as its monitor would hear the next one's passes."""

@@ -563,8 +563,9 @@ def of_optimizers():
     def at(event, place):
         return counted(9, **{event: 2, f"{event} {place}": 2})
 
-    def faded(count, steps, last=0.5):
-        more = {"steps": steps, "events": Events().after({"faded": count}), "optimizers": LINES}
+    def faded(count, steps, last=0.5, **where):
+        found = Events().after({"faded": count, **where})
+        more = {"steps": steps, "events": found, "optimizers": LINES}
         return with_losses([1.0] * 30 + [last], **more)
 
     return [
@@ -589,6 +590,12 @@ def of_optimizers():
         ),
         ("The learning rate was 0", [], [counted(2, still=2)]),
         (
+            "The learning rate was 0 in 3 of 12 steps, so they moved nothing: gamma=0 of StepLR at "
+            "a.py:7 makes ... line='a.py:7', steps=(), count=3",
+            [counted(12, **{"still": 3, "still gamma=0 of StepLR at a.py:7": 1})],
+            [counted(12, still=3)],
+        ),
+        (
             "The optimizer was new in",
             [counted(20, renewed=18), counted(5, renewed=5)],
             [
@@ -597,6 +604,11 @@ def of_optimizers():
                 counted(20, renewed=21),
                 counted(20, renewed=18, overwritten=1),
             ],
+        ),
+        (
+            "nothing moves any more: end_factor=0 of LinearLR makes it 0",
+            [faded(20, 119, **{"faded end_factor=0 of LinearLR": 1})],
+            [faded(19, 60, **{"faded end_factor=0 of LinearLR": 1}), faded(20, 119)],
         ),
         (
             "less than a millionth ... epochs at schedule.py:7 once ... line='schedule.py:7'",

@@ -788,6 +788,32 @@ def test_a_schedule_of_epochs_that_is_stepped_by_batches_is_told(make, is_told):
     assert not is_told or "once an epoch" in said
 
 
+AT_ZERO = [
+    (by(schedules.StepLR, 10, gamma=0), "gamma=0 of StepLR"),
+    (by(schedules.LinearLR, end_factor=0, total_iters=9), "end_factor=0 of LinearLR"),
+    (by(schedules.PolynomialLR), "total_iters=5 of PolynomialLR"),
+    (by(schedules.LambdaLR, lambda step: step < 9), "though the optimizer was made with another"),
+]
+
+
+@pytest.mark.parametrize(("make", "said"), AT_ZERO)
+@pytest.mark.covering(1)
+@pytest.mark.some(4, "a schedule's setting shows in nothing but what is said of it")
+def test_the_setting_of_a_schedule_that_makes_the_rate_0_is_named(make, said):
+    training = Training()
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1)
+    move = make(training)
+
+    def loss_of(t):
+        if t.step > 1:
+            move()
+        return mse_loss(t.outputs(), t.target)
+
+    with Monitor(model=training.model, every=10, tell=[].append) as monitor:
+        training.train(loss_of, 40)
+    assert said in str(monitor.verdict)
+
+
 @pytest.mark.parametrize("rate", [3.0, 1e-6])
 def test_units_that_too_large_a_step_ended_are_told_as_that(rate):
     training = Training()

@@ -124,13 +124,27 @@ def still(evidence: Evidence) -> Finding | None:
     count = evidence.events.count(Event.STILL)
     if count < max(FEW_STILL, MANY * evidence.steps):
         return None
+    still = f"The learning rate was 0 in {count} of {evidence.steps} steps, so they moved nothing"
+    if setting := evidence.events.place(Event.STILL):
+        return _zeroed(still, setting, count)
     return Finding(
         "misuse",
-        f"The learning rate was 0 in {count} of {evidence.steps} steps, so they moved nothing, "
-        "though the optimizer was made with another one.",
+        f"{still}, though the optimizer was made with another one.",
         f"Call scheduler.step() after each step(optimizer){evidence.at('step')}, let the warm-up "
         "begin above 0, or give the schedule the true number of steps.",
         line=evidence.line_of("step"),
+        count=count,
+    )
+
+
+def _zeroed(seen: str, setting: str, count: int) -> Finding:
+    """The finding that the setting of a schedule makes the learning rate 0."""
+    return Finding(
+        "misuse",
+        f"{seen}: {setting} makes it 0.",
+        "Set that to another number; if the rate is meant to end at 0, let the schedule count as "
+        "many steps (or epochs) as the run has.",
+        line=setting.partition(" at ")[2] or None,
         count=count,
     )
 
@@ -182,10 +196,15 @@ def faded(evidence: Evidence) -> Finding | None:
         return None  # it has converged, and a schedule that waits for a plateau ends so
     if is_early and not abs(losses[-1]) <= ROSE * begin:
         return None  # the rate was lowered as the loss ran away
+    seen = (
+        f"In {count} of {evidence.steps} steps, the learning rate was less than a millionth of "
+        "what it had been, so nothing moves any more"
+    )
+    if setting := evidence.events.place(Event.FADED):
+        return _zeroed(seen, setting, count)
     return Finding(
         "misuse",
-        f"In {count} of {evidence.steps} steps, the learning rate was less than a millionth of "
-        "what it had been, so nothing moves any more.",
+        f"{seen}.",
         f"Step a schedule that counts epochs{evidence.at('schedule')} once an epoch, not once a "
         "batch; give it the true number of steps, or let it end at a larger rate.",
         line=evidence.line_of("schedule"),

@@ -6,6 +6,7 @@ import math
 import operator
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
@@ -29,11 +30,22 @@ from gradscaler.diagnose._monitor.parameters import (
     rates_of,
 )
 from gradscaler.diagnose._monitor.used_gradients import Mark, is_unchanged, mark_of
+from gradscaler.diagnose._record.events import Event
 from gradscaler.diagnose._record.lines import UNOWNED, Optimizers
-from gradscaler.diagnose._record.thresholds import RATE_JUMPED
+from gradscaler.diagnose._record.thresholds import FEW_STILL, RATE_JUMPED
 
 _SETTINGS = "lr", "weight_decay", "momentum", "betas", "eps"
 _FADED = 1e-6  # times the largest learning rate
+# What makes a schedule of PyTorch's set a rate of 0, by its class; None if any number does in time.
+_ENDS_AT_0 = {
+    "StepLR": ("gamma", 0),
+    "MultiStepLR": ("gamma", 0),
+    "ExponentialLR": ("gamma", 0),
+    "ConstantLR": ("factor", 0),
+    "ReduceLROnPlateau": ("factor", 0),
+    "LinearLR": ("end_factor", 0),
+    "PolynomialLR": ("total_iters", None),
+}
 _FEW_ELEMENTS = 16  # of a parameter; one that moves changes in these, too
 
 
@@ -58,6 +70,7 @@ class HeldParameters:
         # Of those that had a state and whose rates do not fall: the rates then, and the latest.
         self._resumed: dict[int, tuple[Sequence[float], Sequence[float]]] = {}
         self._peaks: dict[int, list[float]] = {}  # the largest rate of each group, by optimizer
+        self._still = Counter[tuple[int, Event]]()  # steps at a rate of 0, or almost
         self._left: dict[int, Tensor] = {}  # by the latest sampled step; parts by parameters' ids
         self._version: int | None = None  # of the model's first trained parameter
         # Of the latest loss: whether each is a parameter.
@@ -212,6 +225,16 @@ class HeldParameters:
             return None
         return f"{jump[0]:g} to {jump[1]:g}"
 
+    def note_still(self, optimizer: object, event: Event) -> str:
+        """Note a step at a rate of 0, or almost; return what makes it so, once, if that is known.
+
+        It is the setting of a schedule, as ``"gamma=0 of StepLR at train.py:7"``.
+        """
+        self._still[id(optimizer), event] += 1
+        if self._still[id(optimizer), event] != FEW_STILL:  # as a look at all objects takes long
+            return ""
+        return next(filter(None, map(_zeroing, _schedules_of(optimizer))), "")
+
     def holds_any(self, optimizer: object) -> bool:
         """Whether an optimizer holds a parameter of the model, if there is one."""
         if self._model is None:
@@ -280,13 +303,27 @@ def _is_as_before(before: Mark | bytes, parameter: Tensor) -> bool:
 
 def _has_new_schedule(optimizer: object) -> bool:
     """Whether an optimizer has schedules of PyTorch's, none of which counts more than one step."""
-    schedules = getattr(sys.modules.get("torch.optim.lr_scheduler"), "LRScheduler", ())
-    own = [
-        getattr(each, "last_epoch", 0)
-        for each in in_memory(schedules)
-        if getattr(each, "optimizer", None) is optimizer
-    ]
+    own = [getattr(each, "last_epoch", 0) for each in _schedules_of(optimizer)]
     return bool(own) and max(own) <= 1
+
+
+def _schedules_of(optimizer: object) -> list[Any]:
+    """The schedules of PyTorch's that an optimizer has."""
+    kinds = getattr(sys.modules.get("torch.optim.lr_scheduler"), "LRScheduler", ())
+    return [each for each in in_memory(kinds) if getattr(each, "optimizer", None) is optimizer]
+
+
+def _zeroing(schedule: Any) -> str:
+    """The setting with which a schedule has set a rate of 0; empty if that is not known."""
+    name = type(schedule).__name__
+    setting, needed = _ENDS_AT_0.get(name, ("", None))
+    value = getattr(schedule, setting, None)
+    before = max(getattr(schedule, "base_lrs", ()), default=0.0)
+    is_at_0 = all(rate <= _FADED * before for rate in getattr(schedule, "_last_lr", ()))
+    if value is None or needed not in (None, value) or not is_at_0:
+        return ""
+    line = new_optimizers.lines.get(schedule, "")
+    return f"{setting}={value:g} of {name}" + (f" at {line}" if line else "")
 
 
 def bad_settings_of(optimizer: object) -> Iterator[str]:

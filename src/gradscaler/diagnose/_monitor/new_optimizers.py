@@ -13,7 +13,7 @@ from gradscaler.diagnose._monitor.by_identity import ByIdentity
 from gradscaler.diagnose._monitor.parameters import rates_of
 
 lines = ByIdentity[str]()
-"""The user's line that made each optimizer."""
+"""The user's line that made each optimizer, and each schedule."""
 rates = ByIdentity[Sequence[float]]()
 """The learning rates of each that loaded a state, before a new schedule set others."""
 
@@ -35,11 +35,11 @@ def _note_rates(optimizer: Any) -> None:
     rates[optimizer] = rates_of(optimizer)
 
 
-def note_made(optimizer: Any, frame: FrameType | None) -> None:
-    """Note the line that makes an optimizer, from a frame of that call on."""
+def note_made(made: Any, frame: FrameType | None) -> None:
+    """Note the line that makes an optimizer or a schedule, from a frame of that call on."""
     frames = []
     while frame is not None:
         frames.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
     if line := users_line(frames):
-        lines[optimizer] = line
+        lines[made] = line

@@ -219,11 +219,17 @@ class EagerObserver(StepSource):
         if any(map(operator.lt, rates, repeat(0))):
             iteration.note(Event.UPHILL)
         if rates and not any(rates) and is_made_to_move(optimizer):
-            iteration.note(Event.STILL)
+            self._note_still(iteration, optimizer, Event.STILL)
         if self._held.have_faded(optimizer, rates):
-            iteration.note(Event.FADED)
+            self._note_still(iteration, optimizer, Event.FADED)
         if jump := self._held.rescheduled(optimizer, rates):
             iteration.note(Event.RESCHEDULED, jump)
+
+    def _note_still(self, iteration: Iteration, optimizer: object, event: Event) -> None:
+        """Note a step whose rates are 0 or almost, and once what makes them so."""
+        iteration.note(event)
+        if setting := self._held.note_still(optimizer, event):
+            iteration.note(event, setting)
 
     @closes_if_asked
     def stepped(self, optimizer: object, outcome: StepOutcome, /) -> None:

@@ -40,8 +40,8 @@ class Event(Enum):
     # Optimizers and their settings.
     NONFINITE = "nonfinite", "observer", "optimizers"  # at a setting, as "lr of group 0": Inf, NaN
     UPHILL = "uphill", "observer", "optimizers"  # a learning rate was negative
-    STILL = "still", "observer", "optimizers"  # all rates were 0, of an optimizer with others
-    FADED = "faded", "observer", "optimizers"  # all were below a millionth of the largest before
+    STILL = "still", "observer", "optimizers"  # all rates were 0: at what set them, once
+    FADED = "faded", "observer", "optimizers"  # all were below a millionth: likewise
     RESCHEDULED = "rescheduled", "observer", "optimizers"  # as "1e-4 to 0.1": a resumed one's rate
     RENEWED = "renewed", "observer", "optimizers"  # a step gave an optimizer its first state
     OVERWRITTEN = "overwritten", "iterations", "optimizers learning"  # weights, between two steps
