@@ -435,6 +435,11 @@ def of_learning():
             [vanished(-10, 1, is_first=True)],
             [vanished(-9, 1, is_first=True), vanished(-10, 0, is_first=True), vanished(-10, 1)],
         ),
+        (
+            "and the lr=0.5 of SGD has no effect ... its own rate into them",
+            [of_event(**{"ignored lr=0.5 of SGD": 1})],
+            [of_event()],
+        ),
         ("weights change between the steps", [of_event(overwritten=2)], [of_event(overwritten=1)]),
     ]
 

@@ -1,6 +1,7 @@
 """Settings of an optimizer: NaN or Inf, or a rate that jumps as its schedule begins again."""
 
 import math
+from inspect import currentframe
 
 import numpy as np
 import pytest
@@ -124,6 +125,38 @@ def test_a_warm_up_that_begins_again_after_a_resume_is_told(peak, is_told):
         train(optimizer, anew, 20)
     assert [each.kind for each in told] == ["restart"] * is_told
     assert not is_told or "from 0.01 to 0.04" in told[0].text
+
+
+@pytest.mark.parametrize(
+    ("rate", "is_shared", "later", "is_told"),
+    [
+        (0.5, True, None, True),
+        (1e-9, True, None, False),
+        (0.5, False, None, False),  # a rate for each group, which is meant
+        (0.5, True, 1e-8, False),  # the code sets another
+    ],
+)
+def test_a_rate_that_the_dicts_of_another_optimizer_replace_is_told(
+    rate, is_shared, later, is_told
+):
+    net = nn.Linear(4, 2)
+    groups = [{"params": [net.weight]}, {"params": [net.bias]}]
+    first = torch.optim.SGD(groups, lr=1e-9)
+    new_optimizers.note_made(first, currentframe())
+    second = torch.optim.SGD(groups if is_shared else [dict(each) for each in groups], lr=rate)
+    new_optimizers.note_made(second, currentframe())
+    for group in second.param_groups:
+        group["lr"] = later or group["lr"]
+    with Monitor(model=net, tell=[].append) as monitor:
+        for step in range(120):
+            optimizer = first if step < 5 else second
+            optimizer.zero_grad()
+            (net(torch.ones(8, 4)) - 9).square().mean().backward()
+            optimizer.step()
+    said = str(monitor.verdict)
+    assert "the loss went from" in said
+    assert ("lr=0.5 of SGD at" in said) is is_told
+    assert not is_told or "wrote its own rate of 1e-09 into them" in said
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.01], ids=["higher", "as low"])

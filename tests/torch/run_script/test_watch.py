@@ -21,6 +21,7 @@ from tests.support import programs
 # What a watch replaces.
 PLACES = [
     (torch.optim.Optimizer, "__init__"),
+    (torch.optim.lr_scheduler.LRScheduler, "__init__"),
     (torch.nn.Module, "load_state_dict"),
     (torch.autograd, "backward"),
     (torch.amp.GradScaler, "scale"),

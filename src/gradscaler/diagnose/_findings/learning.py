@@ -72,7 +72,7 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
         return f"Nothing needs fixing{unless and f', unless {unless}'}: {went}."
     if frozen:
         return f"{judged}. If it should have fallen, look at {_listed(frozen)}, {_FROZEN}."
-    hint = _overwritten(evidence) or _unheld(evidence) or _clipped(evidence)
+    hint = _ignored(evidence) or _overwritten(evidence) or _unheld(evidence) or _clipped(evidence)
     hint = hint or _tiny(evidence, values)
     if hint := hint or _guessed(evidence, fmean(values[-LATE:])) or _vanished(evidence):
         return f"{judged}, {hint}"
@@ -125,6 +125,18 @@ def _rose_again(losses: Sequence[tuple[int, float]], usual: float) -> str:
     return (
         f"it was {lowest:g} on average in the {LATE} steps {at}. If it should have stayed there, "
         f"{look}."
+    )
+
+
+def _ignored(evidence: Evidence) -> str | None:
+    """A hint if an optimizer has the learning rates of another one that has the same groups."""
+    if not (rate := evidence.events.place(Event.IGNORED)):
+        return None
+    now = f" of {evidence.rates[-1][1]:g}" if evidence.rates else ""
+    return (
+        f"and the {rate} has no effect: its groups are the dicts that another optimizer was made "
+        f"with before, which wrote its own rate{now} into them. If the loss should have fallen, "
+        "give each optimizer dicts of its own."
     )
 
 

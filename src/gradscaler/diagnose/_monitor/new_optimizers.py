@@ -14,6 +14,8 @@ from gradscaler.diagnose._monitor.parameters import rates_of
 
 lines = ByIdentity[str]()
 """The user's line that made each optimizer, and each schedule."""
+ignored = ByIdentity[tuple[str, Sequence[float]]]()
+"""The rate that each was made with in vain, as its groups had those of another one, and those."""
 rates = ByIdentity[Sequence[float]]()
 """The learning rates of each that loaded a state, before a new schedule set others."""
 
@@ -41,5 +43,18 @@ def note_made(made: Any, frame: FrameType | None) -> None:
     while frame is not None:
         frames.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
-    if line := users_line(frames):
+    line = users_line(frames)
+    if _shares_groups(made):
+        own, others = made.defaults.get("lr"), rates_of(made)
+        if isinstance(own, (int, float)) and others and own not in others:
+            by = f" at {line}" if line else ""
+            ignored[made] = f"lr={own:g} of {type(made).__name__}{by}", others
+    if line:
         lines[made] = line
+
+
+def _shares_groups(optimizer: Any) -> bool:
+    """Whether an optimizer's groups are the same dicts as those of one that was made before."""
+    own = {id(group) for group in getattr(optimizer, "param_groups", ())}
+    others = (getattr(each, "param_groups", ()) for each in lines if each is not optimizer)
+    return any(id(group) in own for groups in others for group in groups)

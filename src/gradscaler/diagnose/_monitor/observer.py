@@ -22,7 +22,7 @@ from gradscaler.diagnose._graph.guard import guarded, passing
 from gradscaler.diagnose._graph.hooks import OneCallHooks, weakly
 from gradscaler.diagnose._graph.watch import GraphWatch
 from gradscaler.diagnose._locate.locate import is_locating
-from gradscaler.diagnose._monitor import unfit_states
+from gradscaler.diagnose._monitor import new_optimizers, unfit_states
 from gradscaler.diagnose._monitor.backward_graph import CutOff, listen
 from gradscaler.diagnose._monitor.failure_watch import FailureWatch
 from gradscaler.diagnose._monitor.gradient_sample import measure
@@ -222,6 +222,9 @@ class EagerObserver(StepSource):
             self._note_still(iteration, optimizer, Event.STILL)
         if self._held.have_faded(optimizer, rates):
             self._note_still(iteration, optimizer, Event.FADED)
+        rate, others = new_optimizers.ignored.get(optimizer, ("", ()))
+        if rate and rates == others and id(optimizer) not in self._held.names:
+            iteration.note(Event.IGNORED, rate)
         if jump := self._held.rescheduled(optimizer, rates):
             iteration.note(Event.RESCHEDULED, jump)
 

@@ -43,6 +43,8 @@ class Event(Enum):
     STILL = "still", "observer", "optimizers"  # all rates were 0: at what set them, once
     FADED = "faded", "observer", "optimizers"  # all were below a millionth: likewise
     RESCHEDULED = "rescheduled", "observer", "optimizers"  # as "1e-4 to 0.1": a resumed one's rate
+    # The rate that an optimizer was made with, as "lr=0.5 of SGD": its groups had that of another.
+    IGNORED = "ignored", "observer", "learning"
     RENEWED = "renewed", "observer", "optimizers"  # a step gave an optimizer its first state
     OVERWRITTEN = "overwritten", "iterations", "optimizers learning"  # weights, between two steps
     SHARED = "shared", "observer", "optimizers"  # as LOSS: it stepped another's parameters
