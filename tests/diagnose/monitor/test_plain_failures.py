@@ -887,6 +887,21 @@ def test_a_learned_factor_of_the_loss_is_no_loss_scale():
     assert "nothing scales the loss" in str(monitor.verdict)
 
 
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_the_first_layer_is_told_if_it_was_replaced_before_the_first_step(is_replaced):
+    """A backbone that was left out may be meant to stay."""
+    training, held = Training(), 0 if is_replaced else 1
+    training.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    own = [*training.model[held:].parameters()]
+    training.optimizer = torch.optim.SGD(own, lr=0.01)
+    for layer in range(2 if is_replaced else 0):
+        training.model[layer] = nn.Linear(4, 4)
+    with Monitor(model=training.model, every=10, tell=[].append) as monitor:
+        training.train(lambda t: mse_loss(t.outputs(), t.target), 60)
+    told = "stepped: 4 parameters (0.weight first)" in str(monitor.verdict)
+    assert told is is_replaced
+
+
 @pytest.mark.parametrize("is_used", [True, False])
 def test_a_head_of_an_earlier_stage_keeps_a_gradient_and_is_not_told(is_used):
     training = Training()

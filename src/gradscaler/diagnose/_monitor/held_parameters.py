@@ -61,6 +61,7 @@ class HeldParameters:
         self._held: dict[int, set[int]] = {}  # ids of parameters, by optimizer
         self._trained: dict[int, set[int]] = {}  # those that were not frozen, at its first step
         self._first_own: set[int] = set()  # those of the model, at the first step
+        self._is_late = False  # whether one holds, at its first step, some that nothing uses
         self._idle: dict[int, int] = {}  # steps without a gradient, of those that made no other
         self.names: dict[int, str] = {}  # of optimizers, by their modules
         self._stepped: set[int] = set()
@@ -91,6 +92,9 @@ class HeldParameters:
             self._held[key] = {id(p) for p in held}
             self._trained[key] = {id(p) for p in held if getattr(p, "requires_grad", False)}
             self._first_own |= self._held[key] & self._own()
+            # Those that have no gradient in it may be of layers that were replaced before.
+            others = (p for p in held if id(p) in self._trained[key] - self._in_modules())
+            self._is_late |= any(p.grad is None for p in others)
             self.names[key] = self._name_of(optimizer)
         if has_gradients:
             self._stepped.add(key)
@@ -177,6 +181,16 @@ class HeldParameters:
         """The ids of the model's parameters."""
         return set() if self._model is None else set(map(id, self._model.parameters()))
 
+    def _in_modules(self) -> set[int]:
+        """The ids of the parameters that the model's modules have; all of it, if they are unknown.
+
+        The model of a script also has those that its optimizers hold and no module has.
+        """
+        modules = getattr(self._model, "modules", None)
+        if modules is None:
+            return self._own()
+        return {id(p) for each in modules() for p in vars(each).get("_parameters", {}).values()}
+
     def known(self) -> set[int]:
         """The ids of the model's parameters, and of those that optimizers hold."""
         return self._own().union(*self._held.values())
@@ -255,7 +269,7 @@ class HeldParameters:
         named = {} if self._model is None else dict(self._model.named_parameters())
         held = set[int]().union(*self._held.values())
         places = [place for place, p in enumerate(named.values()) if id(p) in held]
-        is_replaced = not self._first_own <= set(map(id, named.values()))
+        is_replaced = self._is_late or not self._first_own <= set(map(id, named.values()))
         first = -1 if is_replaced or not places else places[0]
         rest = {
             name: parameter
