@@ -8,6 +8,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -333,7 +334,10 @@ def _zeroing(schedule: Any) -> str:
     setting, needed = _ENDS_AT_0.get(name, ("", None))
     value = getattr(schedule, setting, None)
     before = max(getattr(schedule, "base_lrs", ()), default=0.0)
-    is_at_0 = all(rate <= _FADED * before for rate in getattr(schedule, "_last_lr", ()))
+    latest: Sequence[float] = ()
+    with suppress(Exception):  # one of the user's own class may have none
+        latest = schedule.get_last_lr()
+    is_at_0 = all(rate <= _FADED * before for rate in latest)
     if value is None or needed not in (None, value) or not is_at_0:
         return ""
     line = new_optimizers.lines.get(schedule, "")
