@@ -13,6 +13,7 @@ from gradscaler.tf_keras import LossScaleOptimizer
 from tests.support.marked_lines import lines_marked_in
 
 LINE = lines_marked_in(__file__)("the root")
+QUOTIENT = lines_marked_in(__file__)("the quotient")
 BAD = 3  # the first batch whose root has a slope of Inf
 
 
@@ -96,3 +97,26 @@ def test_a_watched_step_names_the_operation(kind, steps, monkeypatch, tmp_path):
     assert f"{LINE}, though the loss is finite, and step" in told
     at = f"one of batches {BAD} to {BAD + 1}" if steps > 1 else f"batch {BAD + 1}"
     assert f"The loss is nan at {at} of epoch 1" in told
+
+
+def likelihood(y, outputs):
+    return tf.reduce_mean((y - outputs) ** 2 / tf.nn.relu(outputs))  # the quotient
+
+
+def without_input(x):
+    tf_keras.utils.set_random_seed(0)
+    model = tf_keras.Sequential([tf_keras.layers.Dense(4, "tanh"), tf_keras.layers.Dense(1)])
+    model.compile(tf_keras.optimizers.SGD(1e-3), likelihood)
+    model.fit(x, x[:, :1], 8, shuffle=False, verbose=0)
+    return [each.numpy().tobytes() for each in model.variables]
+
+
+def test_a_first_step_is_watched_in_a_model_without_an_input_shape(monkeypatch, tmp_path):
+    x = np.random.default_rng(0).normal(size=(16, 3)).astype("float32")
+    native = without_input(x)
+    monkeypatch.setattr(voice, "_STDERR", io.StringIO())
+    with gradscaler.watch(tmp_path, step=2):
+        assert without_input(x) == native
+    told = " ".join(voice._STDERR.getvalue().split())
+    assert f"by div at {QUOTIENT}" in told
+    assert "so step 1 was applied" in told

@@ -372,6 +372,8 @@ class FitWatch:
         if not self._step - num_before <= self._num_steps <= self._step:
             return
         try:
+            if not model.built:
+                replay.build()
             located = self._locate(model, replay)
         except Exception as error:  # such as for a batch that only a step of the model's own takes
             voice.note(f"step {self._step:,} is not watched: {error}")

@@ -100,7 +100,7 @@ def an_inf_in_the_batch_behind_a_tanh(t):
     return mse_loss(outputs.float(), t.target.nan_to_num(posinf=0.0))
 
 
-@fails("nan", r"gradient of (norm|sqrt).* at {norm}, though the loss is finite", r"root of more than 0|under the root")
+@fails("nan", r"gradient of (norm|sqrt).* at {norm}, though the loss is finite", r"root")
 def slope_of_a_norm_at_zero(t):
     outputs = t.outputs().float()
     if t.is_bad:

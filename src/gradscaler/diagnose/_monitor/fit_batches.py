@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial, reduce
+from importlib import import_module
 from inspect import signature
 from itertools import islice, zip_longest
 from typing import Any
@@ -68,19 +69,23 @@ class FitBatches:
             if not batches:
                 raise StopIteration
             state = args[0] if len(args) > 1 else None
+            given = self._as_given(args[-1], batches)
+            build = partial(_build, self._model, function, given, batches[0])
             for each in listeners:
-                each._see_call(batches, state)
-            return function(*args[:-1], self._as_given(args[-1], batches))
+                each._see_call(batches, state, build)
+            return function(*args[:-1], given)
 
         seen.of_gradscaler, seen.params = function, self._params  # type: ignore[attr-defined]
         seen.listeners = listeners  # type: ignore[attr-defined]
         self._model.train_function = seen
 
-    def _see_call(self, batches: list[Batch], state: Sequence[Any] | None) -> None:
+    def _see_call(
+        self, batches: list[Batch], state: Sequence[Any] | None, build: Callable[[], None]
+    ) -> None:
         self.latest = batches
         if self._before is not None:
             for batch in batches:  # those after the first have the weights from before it
-                self._before(self._model, Replay(self._model, batch, state))
+                self._before(self._model, Replay(self._model, batch, state, build))
 
     def _as_given(self, given: Any, batches: list[Batch]) -> Any:
         """Batches in an iterator of the kind that was given, or in a list in PyTorch."""
@@ -115,15 +120,24 @@ class Replay:
         batch: the batch.
         state: the values of the model's variables during ``fit`` on JAX, where the variables
             themselves hold none; None if they do.
+        build: creates the model's variables before its first step.
 
     Attributes:
+        build: the one given.
         loss: the loss; None before the gradients were taken.
         found: the gradients by the variables' names.
     """
 
-    def __init__(self, model: Model, batch: Batch, state: Sequence[Any] | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        batch: Batch,
+        state: Sequence[Any] | None = None,
+        build: Callable[[], object] | None = None,
+    ) -> None:
         self._model, self._state = model, state
         self._batch = batch
+        self.build = build or (lambda: None)
         self.loss: Any = None
         self.found: dict[str, Any] = {}
 
@@ -192,7 +206,10 @@ class Replay:
         return self._model.compute_loss(x, y, outputs, sample_weight, **told)
 
     def _on_tensorflow(self, trained: Sequence[Variable]) -> tuple[Any, Sequence[Any]]:
-        with sys.modules["tensorflow"].GradientTape() as tape:
+        # Keras 2 would convert a loss to another file, whose lines are none of the user's.
+        autograph = import_module("tensorflow.python.autograph.core.ag_ctx")
+        as_written = autograph.ControlStatusCtx(status=autograph.Status.DISABLED)
+        with as_written, sys.modules["tensorflow"].GradientTape() as tape:
             loss = self._loss()
         return loss, tape.gradient(loss, trained)
 
@@ -273,6 +290,14 @@ def steps_of(model: Model) -> int:
         return int(model.steps_per_execution)
     steps = model._steps_per_execution
     return 1 if steps is None else int(steps.numpy())  # with replicas, one for each
+
+
+def _build(model: Model, function: Any, given: Iterator[Batch], batch: Batch) -> None:
+    """Create the variables of a model without an input shape, as its first step would."""
+    if package_of(model) == "keras":
+        model._symbolic_build(data_batch=batch)
+    elif hasattr(function, "get_concrete_function"):  # else Keras 2 runs eagerly
+        function.get_concrete_function(given)  # the first step takes what this traces
 
 
 def num_replicas(model: Model) -> int:
