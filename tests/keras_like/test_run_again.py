@@ -82,3 +82,37 @@ def test_of_two_optimizers_the_first_to_fail_alone_proposes_a_watch(tmp_path, mo
                     loss = tf.reduce_sum(tf.sqrt(tf.abs(first * second) * factor))
                 optimizer.apply_gradients([(tape.gradient(loss, variable), variable)])
     assert voice._STDERR.getvalue().count("names what made it") == 1
+
+
+@pytest.mark.parametrize(
+    ("take", "seen"),
+    [
+        (lambda gram: tf.linalg.slogdet(gram)[1], "step watched: forward of a function (float32)"),
+        (
+            lambda gram: tf.reduce_sum(tf.linalg.inv(gram)),
+            "the step is not watched: Input is not invertible.",
+        ),
+    ],
+    ids=["after an Inf", "at once"],
+)
+def test_a_watched_step_that_raises_an_error_is_told_once(take, seen, tmp_path, monkeypatch):
+    monkeypatch.setattr(voice, "_STDERR", io.StringIO())
+    weights, optimizer = tf.Variable(tf.eye(2)), keras.optimizers.SGD(1e-3)
+
+    @tf.function
+    def gradients_of(factor):
+        with tf.GradientTape() as tape:
+            loss = -take(weights * factor)
+        return loss, tape.gradient(loss, [weights])
+
+    with gradscaler.watch(tmp_path, step=2):
+        for factor in (1.0, 0.0):
+            try:
+                _, gradients = gradients_of(tf.constant(factor))
+            except tf.errors.InvalidArgumentError:
+                break
+            optimizer.apply_gradients(zip(gradients, [weights], strict=True))
+    told = " ".join(voice._STDERR.getvalue().split())
+    assert seen in told
+    assert told.count("step watched") + told.count("not watched") == 1
+    assert "{{" not in told

@@ -86,6 +86,8 @@ class StepWatch:
         if self._is_on:
             step, self._is_on, self._step = self._step, False, 0
             self._search.stop()
+            if getattr(self._search, "has_failed", False):
+                return
             # Where the latest Inf or NaN was made, if known, which may have reached no result.
             located, made = self._search.located, getattr(self._search, "latest", None)
             seen = located or (nothing if made is None else f"{latest}{made}")

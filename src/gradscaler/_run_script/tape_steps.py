@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ Model = Any
 Function = Any  # what tf.function returns
 
 
+_INSIDE = re.compile(r"\{\{[^}]*\}\}\s*|\s*\[Op:.*")  # of TensorFlow, in its errors
+
+
 class StepOperations:
     """The operations of a step that is watched.
 
@@ -36,12 +40,13 @@ class StepOperations:
 
     Attributes:
         is_on: whether the present step is watched, and was not found to be compiled.
+        has_failed: whether a step could not be looked at, which was said.
     """
 
     def __init__(self, seam: TensorFlowSeam) -> None:
         self._seam = seam
         self._located: Located | None = None
-        self.is_on = False
+        self.is_on = self.has_failed = False
 
     @property
     def located(self) -> Located | None:
@@ -80,7 +85,9 @@ class StepOperations:
         try:
             self._located = self._seam.located or locate()
         except Exception as error:
-            voice.note(f"the step is not watched: {error}")
+            self.has_failed = True
+            text = _INSIDE.sub("", str(error)).partition("\n")[0]
+            voice.note(f"the step is not watched: {text or type(error).__name__}")
 
 
 @dataclass

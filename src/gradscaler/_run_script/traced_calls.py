@@ -104,16 +104,31 @@ class Call(NamedTuple):
     def locate(self, loop: Loop) -> Located | None:
         """Locate the first Inf or NaN of a call that comes next.
 
+        An Inf or NaN comes before an error of the call, such as of a matrix without an inverse.
+
         Raises:
             RuntimeError: the script would notice one more call.
+            Exception: that of the call, if no Inf or NaN came before it.
         """
         variables = self.variables
         if variables is None:
             raise RuntimeError(_IS_NOTICED)
-        closure = partial(self._run_again, loop, variables)
+        errors = list[Exception]()
+
+        def closure() -> Any:
+            try:
+                return self._run_again(loop, variables)
+            except Exception as error:
+                errors.append(error)
+                return None
+
         if loop.model is not None:
-            return locate(loop.model, closure)
-        return locate_in(TensorFlowSeam(*loop.shown), closure)
+            located = locate(loop.model, closure)
+        else:
+            located = locate_in(TensorFlowSeam(*loop.shown), closure)
+        if errors and located is None:
+            raise errors[0]
+        return located
 
     def _run_again(self, loop: Loop, variables: Sequence[Variable]) -> Any:
         """Call again, silently, and leave variables as they were.
