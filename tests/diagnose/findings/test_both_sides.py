@@ -102,15 +102,6 @@ def of_calls():
     return [
         ("called 5 times beside ... count=5", [counted(9, repeated=5)], [counted(9, repeated=4)]),
         (
-            "the backward pass made gradients that are not 0, ... at step.py:7, so "
-            "... line='step.py:7', steps=(), count=2, is_certain=True",
-            [counted(9, {"sample": sampled(shares=shares(1.0))}, emptied=2)],
-            [
-                counted(9, {"sample": sampled(shares=shares(1.0))}, emptied=1),
-                counted(9, {"sample": sampled(shares=shares(0.9))}, emptied=2),
-            ],
-        ),
-        (
             "5 forward passes computed in float16 ... count=5",
             [counted(0, disabled=5)],
             [counted(0, disabled=4), counted(1, disabled=5)],
@@ -796,6 +787,15 @@ def of_evidence():
         return with_losses(losses, measured=(seen, seen), optimizers=held, has_scaler=False)
 
     return [
+        (
+            "the backward pass made gradients that are not 0, ... at step.py:7, so "
+            "... line='step.py:7', steps=(), count=2, is_certain=True",
+            [counted(9, {"sample": sampled(shares=shares(1.0))}, emptied=2)],
+            [
+                counted(9, {"sample": sampled(shares=shares(1.0))}, emptied=1),
+                counted(9, {"sample": sampled(shares=shares(0.9))}, emptied=2),
+            ],
+        ),
         ("The norm of the gradients is 1 in each", [clipped(10)], [clipped(9)]),
         (
             "kind='data'",

@@ -15,7 +15,6 @@ from gradscaler.diagnose._record.lines import Sample
 from gradscaler.diagnose._record.step import Before, Step
 from gradscaler.diagnose._record.thresholds import (
     ALMOST_ALL,
-    EMPTIED_SAMPLES,
     EXACT_POWER,
     FELL_WITH_SCALE,
     FEW_CALLS,
@@ -130,9 +129,9 @@ def unzeroed(evidence: Evidence) -> Finding | None:
 @detector(Phase.MISUSE)
 def emptied(evidence: Evidence) -> Finding | None:
     """Gradients that were set to 0 between each backward pass and the step that follows it."""
-    count, sample = evidence.events.count(Event.EMPTIED), evidence.sample
-    if count < EMPTIED_SAMPLES or sample is None or sample.shares is None or sample.shares.zero < 1:
+    if not evidence.are_emptied:
         return None
+    count = evidence.events.count(Event.EMPTIED)
     return Finding(
         "misuse",
         f"In {count} samples, the backward pass made gradients that are not 0, and all of them "

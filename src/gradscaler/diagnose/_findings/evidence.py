@@ -27,6 +27,7 @@ from gradscaler.diagnose._record.step import Before, Step
 from gradscaler.diagnose._record.thresholds import (
     ALMOST_ALL,
     EARLY,
+    EMPTIED_SAMPLES,
     FEW_CALLS,
     LATE,
     LATEST_SAMPLES,
@@ -137,6 +138,13 @@ class Evidence:
         """A clause with that line; empty if it is unknown."""
         line = self.line_of(call)
         return f" at {line}" if line else ""
+
+    @property
+    def are_emptied(self) -> bool:
+        """Whether gradients that a backward pass made are all set to 0 before the step."""
+        shares = None if self.sample is None else self.sample.shares
+        is_zero = shares is not None and shares.zero == 1
+        return is_zero and self.events.count(Event.EMPTIED) >= EMPTIED_SAMPLES
 
     @property
     def has_no_loss(self) -> bool:

@@ -113,6 +113,8 @@ def dead(evidence: Evidence) -> Finding | None:
     sample = evidence.sample
     if sample is None or sample.shares is None or sample.shares.zero < DEAD:
         return None
+    if evidence.are_emptied:  # it is no operation that makes them 0
+        return None
     if sample.loss == 0 and not evidence.has_no_loss:  # it may have nothing left to improve
         return None
     parameters = sample.parameters

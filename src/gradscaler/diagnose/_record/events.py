@@ -33,7 +33,8 @@ class Event(Enum):
     REPEATED = "repeated", "observer", "calls"  # the optimizer stepped beside its scaler
     # The gradients of a step that a script left out were not zeroed.
     KEPT = "kept", "loop_observer", "evidence"
-    EMPTIED = "emptied", "loop_observer", "calls"  # samples: a backward pass's, all 0 at the step
+    # Samples: gradients that a backward pass made, and that were all 0 at the step.
+    EMPTIED = "emptied", "loop_observer", "calls evidence"
     # Gradients that a step had used were added to: at the module of the optimizer, too.
     UNZEROED = "unzeroed", "iterations", "calls"
 
