@@ -48,6 +48,8 @@ ALLOWED = {
     "_value",  # of a variable in Keras, which `fit` empties on JAX
     "_flatten_layers",  # of a layer in Keras, of whose layers it has no public list
     "_trainable_variables",  # of an optimizer in Keras, to whose gradients JAX gives no names
+    "_symbolic_build",  # of a model in Keras, which builds it for a batch as `fit` does
+    "_iterations",  # of an optimizer in Keras: the public count leaves out steps that only add
     "_steps_per_execution",  # of a model in tf_keras
     "_random_generator",  # of a layer in tf_keras, which draws from it
     "_generator",  # of that
