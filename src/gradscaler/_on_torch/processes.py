@@ -251,10 +251,22 @@ class TorchProcesses:
 
 
 class WorldProcesses(TorchProcesses):
-    """All processes decide together, unless the user named a group."""
+    """All processes decide together, unless the user named a group.
+
+    Attributes:
+        may_mix: whether the others may have PyTorch's own ShardedGradScaler.
+    """
+
+    may_mix = False
 
     def named(self) -> Group | None:
         return self.group or (dist.group.WORLD if dist.is_initialized() else None)
+
+    def _deciders_of(self, optimizer: Optimizer) -> Deciders:
+        group = self.named()
+        if not self.may_mix or group is None:
+            return super()._deciders_of(optimizer)
+        return MixedDeciders(self._operations, group)
 
 
 class GroupOfDeciders:
@@ -273,6 +285,31 @@ class GroupOfDeciders:
         vote = torch.tensor(float(flag), device=_device_of(self._group, _CPU))
         dist.all_reduce(vote, dist.ReduceOp.MAX, self._group)
         return bool(vote.item())
+
+
+class MixedDeciders:
+    """The processes of a group, some of which have PyTorch's own ``ShardedGradScaler``.
+
+    So this sends what that sends: the sum of each device's flag, in float32. Nothing shows whether
+    another process has another scale, or gradients.
+    """
+
+    def __init__(self, operations: TorchLikeOperations, group: Group) -> None:
+        self._operations, self._group = operations, group
+
+    def agree(
+        self, state: State, found_inf: FoundInf, amax: torch.Tensor | None
+    ) -> tuple[FoundInf, torch.Tensor | None]:
+        device = state.scale.device
+        flags, found = found_inf or {device: self._operations.scalar(0.0, device)}, {}
+        for key, flag in flags.items():
+            sent = flag.to(device, copy=True)
+            dist.all_reduce(sent, group=self._group)
+            found[key] = self._operations.on_device(sent.clamp(max=1.0), flag.device)
+        return found, amax
+
+    def is_anywhere(self, flag: bool) -> bool:
+        return flag
 
 
 class WithOutsideFlag:

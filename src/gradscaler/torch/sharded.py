@@ -61,6 +61,7 @@ class ShardedGradScaler(GradScaler, sharded_grad_scaler.ShardedGradScaler):
 
     _operations: ClassVar[TorchOperations] = _Operations()
     _processes_type: ClassVar[type[TorchProcesses]] = WorldProcesses
+    _processes: WorldProcesses
 
     def __init__(  # noqa: PLR0913 # PyTorch's, with ours
         self,
@@ -91,6 +92,10 @@ class ShardedGradScaler(GradScaler, sharded_grad_scaler.ShardedGradScaler):
             group=process_group,
             overflow=overflow,
         )
+
+    def _start(self) -> None:
+        super()._start()
+        self._processes.may_mix = self._allows_mixed
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

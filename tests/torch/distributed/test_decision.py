@@ -1,17 +1,20 @@
 """One all-reduce decides for all processes: the flag, whether there are gradients, the scale."""
 
 import copy
+from contextlib import ExitStack
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import sharded_grad_scaler
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradscaler import ScaleMismatchError
 from gradscaler._on_torch import processes
-from gradscaler.torch import GradScaler, ShardedGradScaler
+from gradscaler.torch import GradScaler, ShardedGradScaler, install
+from gradscaler.torch._install import raise_as_theirs, replace_sharded
 from tests.support.all_reduces import CountedAllReduces
 
 INF = float("inf")
@@ -271,6 +274,41 @@ def stranded():
 
 def test_a_norm_that_is_not_finite_on_one_process_raises_on_all(ranks):
     assert ranks(2).run(stranded) == [True, True]
+
+
+def beside_torchs(unscale, bad):
+    """Four steps of a scaler of PyTorch's on rank 1, and of what stands in for it on rank 0."""
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    with ExitStack() as watched:
+        if dist.get_rank() == 0:
+            replace_sharded()
+            watched.enter_context(install())
+            watched.enter_context(raise_as_theirs())
+        made = sharded_grad_scaler.ShardedGradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    results = [isinstance(made, ShardedGradScaler)]
+    for step in range(4):
+        optimizer.zero_grad()
+        made.scale((parameter * (dist.get_rank() + 1)).sum()).backward()
+        if step == 1 and dist.get_rank() == bad:
+            parameter.grad[-1] = INF
+        if unscale:
+            made.unscale_(optimizer)
+        made.step(optimizer)
+        made.update()
+        results += [made.get_scale()]
+    return results, parameter.tolist()
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_rank_that_is_watched_decides_with_one_that_has_torchs_own(ranks, unscale, bad):
+    """As where a trainer starts the other ranks, and gradscaler run the first."""
+    (ours, first), (theirs, second) = ranks(2).run(beside_torchs, unscale, bad)
+    assert ours == [True, 1024.0, 512.0, 512.0, 1024.0]
+    assert theirs == [False, *ours[1:]]
+    assert first == pytest.approx([0.7] * 4)
+    assert second == pytest.approx([0.4] * 4)
 
 
 def copied(copier, name):
