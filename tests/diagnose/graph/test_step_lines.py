@@ -1,6 +1,7 @@
 """The lines of calls that belong to a step, as the code that makes the step shows them."""
 
 import sys
+import threading
 
 import pytest
 
@@ -47,7 +48,10 @@ def lines_in(source, file=FILE):
         "FakeModel": FakeModel,
         "Schedule": Schedule,
     }
-    exec(compile(source, file, "exec"), names)
+    # In a thread of its own, as the frames below those of a worker of pytest-xdist have lines, too.
+    runner = threading.Thread(target=exec, args=(compile(source, file, "exec"), names))
+    runner.start()
+    runner.join()
     (lines,) = found
     return lines
 
