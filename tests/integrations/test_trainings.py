@@ -1,13 +1,11 @@
 """Trainings with packages of trainers under ``gradscaler run``: equal bits, and the line named."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.integrations.both import run_both
 from tests.integrations.trainings import TRAININGS
 from tests.support.marked_lines import lines_marked_in
 
@@ -17,19 +15,7 @@ line_with = lines_marked_in(str(SCRIPT))
 
 @pytest.mark.parametrize("name", [train.__name__ for train in TRAININGS])
 def test_a_healthy_training_has_the_same_bits_and_a_failing_one_its_line_named(name, tmp_path):
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *under, str(SCRIPT), name],
-            cwd=tmp_path,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for under in (("-m", "gradscaler", "run"), ())
-    ]
-    (ours, said), (theirs, _) = (process.communicate(timeout=300) for process in processes)
-    assert [process.returncode for process in processes] == [0, 0], said
+    ours, theirs, said = run_both(SCRIPT, name, folder=tmp_path, HF_HUB_OFFLINE="1")
     digests = [re.findall(r"^digest (\w+)$", out, re.MULTILINE) for out in (ours, theirs)]
     assert digests[0] == digests[1]
     assert len(digests[0]) == 1

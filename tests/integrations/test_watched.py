@@ -1,13 +1,11 @@
 """Trainers under ``gradscaler run``: the user's line is named, and nothing changes."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.integrations.both import run_both
 from tests.integrations.trainers import TRAINERS
 from tests.support.marked_lines import lines_marked_in
 
@@ -18,20 +16,7 @@ LINE = Path(lines_marked_in(str(SCRIPT))("fails")).name
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
     """What the script prints with and without, and what is said of it."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, *under, str(SCRIPT)],
-            cwd=tmp_path_factory.mktemp("trainers"),
-            env={**os.environ, "PYTHONHASHSEED": "0"},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for under in (("-m", "gradscaler", "run"), ())
-    ]
-    (ours, said), (theirs, _) = (process.communicate(timeout=300) for process in started)
-    assert [process.returncode for process in started] == [0, 0], said
-    return ours, theirs, said
+    return run_both(SCRIPT, folder=tmp_path_factory.mktemp("trainers"), PYTHONHASHSEED="0")
 
 
 def test_weights_and_random_numbers_are_equal(printed):

@@ -68,6 +68,14 @@ def test_settings_that_are_finite_are_not_spoken_of():
     assert told == []
 
 
+def train(net, optimizer, schedule, steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+
+
 @pytest.mark.parametrize("is_loaded", [False, True], ids=["anew", "loaded"])
 def test_a_schedule_that_begins_again_after_a_resume_is_told(is_loaded):
     """A schedule that was loaded may jump as well, as here where the next cycle begins."""
@@ -78,21 +86,14 @@ def test_a_schedule_that_begins_again_after_a_resume_is_told(is_loaded):
         schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 10)
         return optimizer, schedule
 
-    def train(optimizer, schedule, steps):
-        for _ in range(steps):
-            optimizer.zero_grad()
-            net(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
-            schedule.step()
-
     first, told = resumed(), []
-    train(*first, 9)
+    train(net, *first, 9)
     optimizer, schedule = resumed()
     optimizer.load_state_dict(first[0].state_dict())
     if is_loaded:
         schedule.load_state_dict(first[1].state_dict())
     with Monitor(model=net, tell=told.append) as monitor:
-        train(optimizer, schedule, 20)
+        train(net, optimizer, schedule, 20)
     assert monitor.verdict.kind == ("normal" if is_loaded else "restart")
     assert [each.kind for each in told] == ([] if is_loaded else ["restart"])
     assert is_loaded or "from 0.00244717 to 0.0975528. Save the state_dict()" in told[0].text
@@ -110,19 +111,12 @@ def test_a_warm_up_that_begins_again_after_a_resume_is_told(peak, is_told):
             optimizer, lambda step: factors[min(step, 4)]
         )
 
-    def train(optimizer, schedule, steps):
-        for _ in range(steps):
-            optimizer.zero_grad()
-            net(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
-            schedule.step()
-
     (first, schedule), (optimizer, anew), told = resumed(0.01), resumed(peak), []
-    train(first, schedule, 9)
+    train(net, first, schedule, 9)
     optimizer.load_state_dict(first.state_dict())
     with Monitor(model=net, tell=told.append):
         optimizer.param_groups[0]["initial_lr"] = peak  # as a schedule that is made now would
-        train(optimizer, anew, 20)
+        train(net, optimizer, anew, 20)
     assert [each.kind for each in told] == ["restart"] * is_told
     assert not is_told or "from 0.01 to 0.04" in told[0].text
 
