@@ -324,7 +324,9 @@ def _functions() -> Iterator[tuple[Any, str]]:
         (overloads, name) for name in vars(overloads) if re.search("[a-z0-9]_instance$", name)
     )
     inner = import_module("mindspore.ops.auto_generate.pyboost_inner_prim")
-    yield from ((kind, "__call__") for name, kind in vars(inner).items() if name[:8] == "_Pyboost")
+    yield from (
+        (kind, "__call__") for name, kind in vars(inner).items() if name.startswith("_Pyboost")
+    )
 
 
 @contextmanager
