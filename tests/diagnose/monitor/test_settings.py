@@ -96,7 +96,7 @@ def test_a_schedule_that_begins_again_after_a_resume_is_told(is_loaded):
         train(net, optimizer, schedule, 20)
     assert monitor.verdict.kind == ("normal" if is_loaded else "restart")
     assert [each.kind for each in told] == ([] if is_loaded else ["restart"])
-    assert is_loaded or "from 0.00244717 to 0.0975528. Save the state_dict()" in told[0].text
+    assert is_loaded or "from 0.00244717 to 0.0975528. Load the optimizer's" in told[0].text
 
 
 @pytest.mark.parametrize(("peak", "is_told"), [(0.04, True), (0.02, False)])
@@ -176,3 +176,34 @@ def test_a_schedule_that_is_made_after_the_state_is_loaded_is_told(monkeypatch, 
     assert [each.kind for each in told] == (["restart"] if factor == 1 else [])
     assert factor != 1 or "from 0.001 to 0.1" in told[0].cause
     assert factor != 1 or told[0].line == line_with("too high")
+
+
+@pytest.mark.parametrize("rate", [None, 0.01, 0.05], ids=["as made", "as loaded", "by hand"])
+def test_a_schedule_that_is_made_in_between_sets_its_first_rate_though_it_is_loaded(
+    monkeypatch, rate
+):
+    """It takes that back where it steps, such as after an epoch."""
+    load = new_optimizers.noting_rates(torch.optim.Optimizer.load_state_dict)
+    monkeypatch.setattr(torch.optim.Optimizer, "load_state_dict", load)
+    net = nn.Linear(4, 2)
+
+    def made(states=None):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        if states:
+            optimizer.load_state_dict(states[0])
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 - epoch / 10)
+        if states:
+            schedule.load_state_dict(states[1])
+        return optimizer, schedule
+
+    first, told = made(), []
+    train(net, *first, 9)
+    optimizer, _schedule = made([each.state_dict() for each in first])
+    optimizer.param_groups[0]["lr"] = rate or optimizer.param_groups[0]["lr"]
+    with Monitor(model=net, tell=told.append):
+        for _ in range(20):
+            optimizer.zero_grad()
+            net(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+    assert [each.kind for each in told] == (["restart"] if rate is None else [])
+    assert rate is not None or "from 0.01 to 0.1. Load" in told[0].text

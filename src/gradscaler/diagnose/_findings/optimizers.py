@@ -173,11 +173,11 @@ def rescheduled(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         "restart",
-        "The optimizer has the state of an earlier run, and its schedule counts from the start: "
+        "The optimizer has the state of an earlier run, and its schedule begins at its first rate: "
         f"it raises the learning rate from {jump}.",
-        f"Save the state_dict() of the scheduler that steps{evidence.at('schedule')} with the "
-        "optimizer's, and load it where that is loaded; to begin a new schedule, leave the "
-        "optimizer's state out.",
+        "Load the optimizer's state after its scheduler is made, which sets that rate, and then "
+        f"the state_dict() of the scheduler{evidence.at('schedule')}, too; to begin a new "
+        "schedule, leave the optimizer's state out.",
         line=evidence.line_of("schedule"),
         is_certain=False,
     )

@@ -219,7 +219,8 @@ class HeldParameters:
         """How a resumed optimizer's rates rise from what they were, as ``"1e-4 to 0.1"``.
 
         None until one has risen far, without a fall of any, or if no new schedule of PyTorch's
-        makes it: one that was resumed has counted more steps, and may begin a new cycle.
+        makes it: one that was resumed has counted more steps, and may begin a new cycle. It has set
+        its first rate, too, if it was made after the optimizer's state was loaded.
         """
         key = id(optimizer)
         if key not in self.names and has_stepped(optimizer):  # it has not stepped yet
@@ -231,7 +232,8 @@ class HeldParameters:
         self._resumed.pop(key, None)
         if any(map(operator.lt, rates, latest)):
             return None
-        if latest == before and not _has_new_schedule(optimizer):
+        is_made_anew = _has_new_schedule(optimizer) or _is_set_back(optimizer, before, rates)
+        if latest == before and not is_made_anew:
             return None
         both = zip(before, rates, strict=False)
         jump = next(((a, b) for a, b in both if 0 < RATE_JUMPED * a <= b), None)
@@ -320,6 +322,15 @@ def _has_new_schedule(optimizer: object) -> bool:
     """Whether an optimizer has schedules of PyTorch's, none of which counts more than one step."""
     own = [getattr(each, "last_epoch", 0) for each in _schedules_of(optimizer)]
     return bool(own) and max(own) <= 1
+
+
+def _is_set_back(optimizer: object, loaded: Sequence[float], rates: Sequence[float]) -> bool:
+    """Whether the rates are the first of a schedule, whose own state says that they are others."""
+    for each in _schedules_of(optimizer):
+        with suppress(Exception):  # one of the user's own class may have none
+            if each.base_lrs == list(rates) and each.get_last_lr() == list(loaded):
+                return True
+    return False
 
 
 def _schedules_of(optimizer: object) -> list[Any]:
