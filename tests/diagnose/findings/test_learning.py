@@ -70,6 +70,15 @@ def test_a_short_run_is_not_praised_for_a_loss_that_rises():
     assert "Nothing needs fixing: the loss went from 0.779 to 0.66" in told(rises[::-1])
 
 
+@pytest.mark.parametrize(("latest", "is_praised"), [(1.57, False), (1.51, False), (1.49, True)])
+def test_a_short_run_is_not_praised_for_two_losses_that_are_alike(latest, is_praised):
+    """Those in between may have fallen."""
+    text = told([1.58, 1.7, 1.6, 1.55, 1.5, latest])
+    assert ("Nothing needs fixing" in text) is is_praised
+    assert ("in 6 steps, too few to say whether it falls" in text) is not is_praised
+    assert "in 1 step, too few" in told([1.58])
+
+
 @pytest.mark.parametrize(("count", "is_told"), [(1, False), (2, True)])
 def test_a_cross_entropy_is_negative_in_two_samples_before_it_is_told(count, is_told):
     text = told(FELL, events=Events().after({"negative": count}))

@@ -63,8 +63,9 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
     if rise := _rose_again(losses, usual):
         return f"{judged}; {rise}"
     is_short = evidence.steps < (FEW_CALLS if values[-1] == first else LONG)
-    if is_short and _has_risen(values):
-        return f"{judged}, in {evidence.steps} steps, too few to say whether it falls."
+    if is_short and (_has_risen(values) or _is_as_at_first(values[-1], first)):
+        steps = f"{evidence.steps} step{'s' * (evidence.steps != 1)}"
+        return f"{judged}, in {steps}, too few to say whether it falls."
     if is_short or fmean(values[-LATE:]) < usual - FELL * abs(usual):
         unless = f"{_listed(frozen)} should be trained, {_FROZEN}" if frozen else ""
         if not unless and evidence.events.count(Event.UNHELD) >= FEW_SAMPLES:
@@ -91,6 +92,11 @@ def _has_risen(losses: Sequence[float]) -> bool:
     """Whether the second half of losses is larger than the first, on average."""
     middle = len(losses) // 2
     return middle > 0 and fmean(losses[middle:]) > fmean(losses[:middle])
+
+
+def _is_as_at_first(latest: float, first: float | None) -> bool:
+    """Whether the two losses that are told are no fall, whatever those between them are."""
+    return first is not None and latest > first - FELL * abs(first)
 
 
 _FROZEN = "which were frozen on the way (requires_grad=False)"
