@@ -159,6 +159,7 @@ def _left_as_it_was(model: Module) -> Iterator[None]:
         (module, name, buffer, buffer.detach().clone())
         for _, module in modules_of(model)
         for name, buffer in buffers_of(module)
+        if getattr(buffer, "_is_initialized", lambda: True)()  # as those of an LSTM of Paddle
     ]
     state = framework.get_rng_state()
     cuda = framework.cuda if framework.cuda.is_available() else None

@@ -75,7 +75,8 @@ class EagerSeam(JudgedSeam, ABC):
 
     What each call of a function of the framework makes is read. Each node that the call adds to the
     graph gets a hook, which reads the gradients that the node gets and makes. A node that can have
-    no hook passes an Inf or NaN on to the nodes before it.
+    no hook passes an Inf or NaN on to the nodes before it. It has made one that a node or a leaf
+    before it gets though all that is seen to reach that is finite.
 
     Attributes:
         may_continue: called at each operation; returns whether to see it.
@@ -96,6 +97,8 @@ class EagerSeam(JudgedSeam, ABC):
         self._hooked: set[int] = set()  # the addresses of those that have a hook
         # By the address of the node that gets a gradient.
         self._given = defaultdict[int, list[Reading]](list)
+        self._unseen: dict[int, _Seen] = {}  # a node without a hook that gives one of them
+        self._leaves: dict[int, Tensor] = {}  # that such a node may give a gradient
         self._reached: dict[int, Located] = {}
         self._latest: Located | None = None  # that the user's own code made in the backward pass
         self._depth = 0  # of backward passes
@@ -201,6 +204,7 @@ class EagerSeam(JudgedSeam, ABC):
         """See what a function returned, or None if it raised an error."""
         if name in self.backward_passes:
             self._depth -= self._depth > 0
+            self._see_leaves(outputs)
         if begun is None:
             return
         made = self._numbers_in(outputs)
@@ -222,6 +226,15 @@ class EagerSeam(JudgedSeam, ABC):
         origin = next((value.origin for value in values if value.origin is not None), None)
         for each in made:
             self._see_nodes(each.grad_fn, begun, origin)
+        if begun.takes_lists and begun.is_recorded and not self.hooks_any:
+            self._keep_leaves(begun.inputs)
+
+    def _keep_leaves(self, tensors: Iterable[Tensor]) -> None:
+        """Keep the leaves among tensors, but those that an earlier pass gave an Inf or NaN."""
+        for each in tensors:
+            node = each.grad_fn if isinstance(each, self.tensor) else None
+            if node is not None and self.is_leaf(node) and not read(each.grad).bad:
+                self._leaves[self.address(node)] = each
 
     def _values(self, begun: Begun) -> list[Value[Located]]:
         if self._depth > 0 and not begun.is_recorded:
@@ -288,6 +301,8 @@ class EagerSeam(JudgedSeam, ABC):
         address = self.address(seen.node)
         found = self._reached.get(address) or latest
         values = [*self._given[address], *map(read, given)]
+        if found is None and not any(value.bad for value in self._given[address]):
+            found = next(filter(None, (self._made_unseen(address, each) for each in given)), None)
         if found is None and (not values or any(value.bad for value in values)):
             return  # a sum of finite gradients made it, or what is not seen
         if found is None:
@@ -296,30 +311,56 @@ class EagerSeam(JudgedSeam, ABC):
             nodes = before[number : number + 1] if is_known else before
             self._pass_on(nodes, made[number], found)
 
+    def _see_leaves(self, gradients: object) -> None:
+        """Check the gradients of leaves that nodes without a hook gave, after a backward pass.
+
+        Args:
+            gradients: what the pass returned; None if the leaves have them.
+        """
+        returned = next((each for each in self._numbers_in(gradients) if read(each).bad), None)
+        for address, leaf in self._leaves.items():
+            gradient = leaf.grad if gradients is None else returned
+            if read(gradient).bad:
+                found = self._reached.get(address) or self._made_unseen(address, gradient)
+                self._judge.note(gradient, found)
+                self._judge.end_in([gradient])
+
+    def _made_unseen(self, address: int, given: Tensor | None) -> Located | None:
+        """The Inf or NaN that a node or a leaf is given, if a node without a hook has made it."""
+        unseen, readings = self._unseen.get(address), self._given[address]
+        if unseen is None or not read(given).bad or any(each.bad for each in readings):
+            return None
+        made = unseen.origin or _made(unseen.site, self._given[self.address(unseen.node)], given)
+        is_sum = len(readings) > 1 and not made.num_nan  # of finite gradients, which overflowed
+        return None if is_sum else made
+
     def _note_given(self, node: Node | None, reading: Reading) -> None:
         """Note what a node is given; one that has no hook is taken to pass it on."""
-        waiting = [node]
+        waiting: list[tuple[Node | None, _Seen | None]] = [(node, None)]
         while waiting:
-            node = waiting.pop()
-            if node is None or self.is_leaf(node):
+            node, unseen = waiting.pop()
+            if node is None:
                 continue
             address = self.address(node)
+            if unseen is not None:
+                self._unseen[address] = unseen
             self._given[address].append(reading)
-            if address in self._nodes and address not in self._hooked:
-                waiting += self.before(node)
+            if not self.is_leaf(node) and address in self._nodes and address not in self._hooked:
+                waiting += [(each, self._nodes[address]) for each in self.before(node)]
 
     def _pass_on(self, nodes: list[Node], gradient: Tensor, found: Located) -> None:
         """Note the origin of a gradient in the nodes that get it."""
-        waiting = list(nodes)
+        waiting = [(node, False) for node in nodes]
         while waiting:
-            node = waiting.pop()
+            node, is_unseen = waiting.pop()
             if node is None:
                 continue
-            if self.is_leaf(node):
+            address = self.address(node)
+            if self.is_leaf(node) and not (is_unseen and address in self._leaves):
                 self._judge.note(gradient, found)
                 self._judge.end_in([gradient])
-            elif self._reached.setdefault(self.address(node), found) is found:
-                waiting += [] if self.address(node) in self._hooked else self.before(node)
+            elif self._reached.setdefault(address, found) is found and address not in self._hooked:
+                waiting += [(each, True) for each in self.before(node)]
 
 
 def _made(site: Site, given: Iterable[Reading], gradient: Tensor) -> Located:
