@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import pytest
 
 from gradscaler.diagnose import locate_jax
+from gradscaler.diagnose._monitor.replay import located_in
+from tests.support.marked_lines import lines_marked_in
 
 WEIGHTS, INPUTS = jnp.ones((4, 4)), jnp.ones((2, 4))
 FAILURES = {}
+marked = lines_marked_in(__file__)
 
 
 def fails(operation, *ways):
@@ -341,3 +344,38 @@ def test_a_function_that_is_several_primitives_is_named_as_it_was_called(name, f
 
     found = locate_jax(jax.value_and_grad(loss), INPUTS)
     assert found.operation == name
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_what_reaches_no_more_than_an_auxiliary_result_comes_last(is_alone):
+    def loss(x, inputs):
+        entropy = jnp.log(inputs * 0 - 1)  # beside the loss
+        if is_alone:
+            return (x * inputs).sum(), {"entropy": entropy}
+        return jnp.sqrt(x * inputs * 0).sum(), {"entropy": entropy}  # its gradient
+
+    gradients = jax.value_and_grad(loss, has_aux=True)
+    found = locate_jax(gradients, jnp.float32(1), INPUTS)
+    assert found.is_auxiliary is is_alone
+    assert found.line == marked("beside the loss" if is_alone else "its gradient")
+    assert ("beside the loss" in str(found)) is is_alone
+    located = located_in(gradients, jnp.float32(1), INPUTS)  # why a step fails
+    assert (located is None) is is_alone
+
+
+def test_a_loss_that_is_an_auxiliary_result_too_is_the_loss():
+    def loss(x):
+        value = jnp.log(x)
+        return value, value
+
+    found = locate_jax(jax.value_and_grad(loss, has_aux=True), jnp.float32(0))
+    assert (found.operation, found.is_auxiliary) == ("log", False)
+
+
+def test_gradients_in_a_pair_are_no_auxiliary_results():
+    def loss(scale, x):
+        return scale * jnp.sqrt(x * 0).sum(), {}
+
+    gradients = jax.grad(loss, (0, 1), has_aux=True)
+    found = locate_jax(gradients, jnp.float32(1), INPUTS)
+    assert (found.kind, found.operation, found.is_auxiliary) == ("backward", "sqrt", False)

@@ -293,6 +293,21 @@ def test_a_model_without_variables_is_refused():
         locate(model, pytest.fail)
 
 
+@pytest.mark.skipif(BACKEND != "jax", reason="has_aux is JAX's")
+def test_what_reaches_no_more_than_an_auxiliary_result_is_said_as_that():
+    import jax
+
+    model = make()
+    values = [variable.value for variable in model.trainable_variables]
+
+    def loss(trainable):
+        y = model.stateless_call(trainable, [], INPUTS)[0]
+        return ops.mean(y), ops.log(y * 0 - 1)
+
+    found = locate(model, lambda: jax.value_and_grad(loss, has_aux=True)(values))
+    assert (found.operation, found.is_auxiliary) == ("log", True)
+
+
 def test_the_verdict_names_the_operation_and_the_line():
     model = make()
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1))

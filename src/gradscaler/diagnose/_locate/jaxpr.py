@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -21,7 +21,8 @@ def locate_jax(fn: Callable[..., object], *args: object) -> Located | None:
 
     The primitive that makes it is the first, in the order of the computation, whose output is not
     finite although its inputs are. Its Inf or NaN must also reach a result of the function. -inf
-    counts as finite unless it becomes +Inf or NaN, a sum makes it, or it is a scalar.
+    counts as finite unless it becomes +Inf or NaN, a sum makes it, or it is a scalar. One that
+    reaches only what a loss function returns beside the loss (``has_aux=True``) comes last.
 
     To check the backward pass too, give the function that ``jax.value_and_grad`` makes. A primitive
     of the backward pass has the line and, where it is known, the name of the forward primitive
@@ -67,16 +68,18 @@ def locate_jax(fn: Callable[..., object], *args: object) -> Located | None:
         traced = dict(zip(given, arrays, strict=True))
         own = [traced.get(at, leaf) for at, (_, leaf) in enumerate(leaves)]
         arguments = structure.unflatten(own)
-        results = jax.tree_util.tree_leaves(fn(*arguments))
+        made = fn(*arguments)
         # NNX's functions change their models in place: what they wrote is a result, too.
         written = jax.tree_util.tree_leaves(arguments, opaque_in(arguments))
-        results += [leaf for leaf in written if all(leaf is not each for each in own)]
-        return list(filter(_is_array, results))
+        written = [leaf for leaf in written if all(leaf is not each for each in own)]
+        results, is_auxiliary[:] = _results_of(made, written)
+        return results
 
+    is_auxiliary = list[bool]()
     closed = jax.make_jaxpr(fn_of_arrays)(*given.values())
     seam = JaxSeam()
     names = arguments_of(fn, args)
-    seam.run(closed, {names[at]: array for at, array in given.items()})
+    seam.run(closed, {names[at]: array for at, array in given.items()}, is_auxiliary)
     function = getattr(fn, "__name__", None)
     return seam.located and replace(seam.located, function=function)
 
@@ -92,13 +95,34 @@ def locate_closure(
         parameters: its parameters; the tensor of each is its array.
     """
     jax: Any = import_module("jax")
-    closed = jax.make_jaxpr(lambda: list(filter(_is_array, jax.tree_util.tree_leaves(closure()))))()
+    is_auxiliary = list[bool]()
+
+    def results_of_closure() -> list[Any]:
+        results, is_auxiliary[:] = _results_of(closure())
+        return results
+
     seam = JaxSeam(layers, parameters)
-    seam.run(closed, {})
+    seam.run(jax.make_jaxpr(results_of_closure)(), {}, is_auxiliary)
     found = seam.located
     if found is None or found.operation is None:
         return found
     return replace(found, operation=canonical(found.operation))
+
+
+def _results_of(made: object, written: Iterable[object] = ()) -> tuple[list[Any], list[bool]]:
+    """The arrays that a function made, with those it wrote, and which are beside the loss."""
+    leaves_of = import_module("jax").tree_util.tree_leaves
+    num_beside = len(leaves_of(_auxiliary(made)))  # which follow the loss
+    leaves = [*leaves_of(made), *written]
+    found = [(leaf, 0 < at <= num_beside) for at, leaf in enumerate(leaves) if _is_array(leaf)]
+    return [leaf for leaf, _ in found], [is_beside for _, is_beside in found]
+
+
+def _auxiliary(made: Any) -> Any:
+    """What is beside the loss in what ``jax.value_and_grad(..., has_aux=True)`` returns."""
+    pair: Any = made[0] if type(made) is tuple and len(made) == 2 else ()
+    is_pair = type(pair) is tuple and len(pair) == 2
+    return pair[1] if is_pair and getattr(pair[0], "shape", None) == () else ()
 
 
 def _is_array(leaf: object) -> bool:

@@ -116,6 +116,8 @@ def located_in(first: Any, *rest: Any) -> Located | None:
     is_model = is_keras(first) or any(hasattr(first, method) for method in methods)
     find: Callable[..., Located | None] = locate if is_model else locate_jax
     found = find(first, *rest)
+    if found is not None and found.is_auxiliary:
+        return None  # it is not why a step fails
     if found is None or found.operation is None:
         return found
     return replace(found, operation=canonical(found.operation))

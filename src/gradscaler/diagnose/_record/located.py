@@ -55,6 +55,7 @@ class Located:
         enlarged_by: the exponential before it that made its inputs so large, such as ``"exp at
             train.py:12"``; None if there was none, or it is not known.
         function: in JAX, the name of the function that was run, such as ``"loss_fn"``; else None.
+        is_auxiliary: whether it reaches, in JAX, only what a loss function returns beside the loss.
     """
 
     module: str | None
@@ -76,6 +77,7 @@ class Located:
     rows: str | None = None
     enlarged_by: str | None = None
     function: str | None = None
+    is_auxiliary: bool = False
 
     def __post_init__(self) -> None:
         """Become of the class of its kind and module; so does a copy with another kind."""
@@ -139,6 +141,8 @@ class Located:
             yield f"in {self.rows}"
         if self.parameter and not isinstance(self, BadGradient):
             yield f"its {self.parameter} is not finite"
+        if self.is_auxiliary:
+            yield "only in what the loss function returns beside the loss"
 
 
 class Made(Located):

@@ -12,7 +12,7 @@ from gradscaler.diagnose._gradients.arrays import dtype_name
 from gradscaler.diagnose._graph.call_site import users_line
 from gradscaler.diagnose._graph.site import Site
 from gradscaler.diagnose._operations.rows import canonical, row_of
-from gradscaler.diagnose._record.located import Located
+from gradscaler.diagnose._record.located import BadGradient, Located
 from gradscaler.diagnose._seams.judge import MOVES, Judge, JudgedSeam, Owned, Pass
 
 Array = Any
@@ -59,9 +59,19 @@ class JaxSeam(JudgedSeam):
     ) -> None:
         self._layers = layers or {}
         self._judge = Judge(self._layers, parameters)
+        self._is_auxiliary = False
 
-    def run(self, closed: Any, arguments: Mapping[str, Array]) -> None:
-        """Run a computation on its arguments, by their names in what is located."""
+    def run(
+        self, closed: Any, arguments: Mapping[str, Array], is_auxiliary: Sequence[bool] = ()
+    ) -> None:
+        """Run a computation.
+
+        Args:
+            closed: the computation.
+            arguments: its arguments, by their names in what is located.
+            is_auxiliary: for each result, whether it comes after the others if both hold an Inf or
+                NaN; if it is empty, none does.
+        """
         for name, array in arguments.items():
             origin = self._given(array)
             self._judge.note(array, origin and replace(origin, parameter=name))
@@ -69,7 +79,20 @@ class JaxSeam(JudgedSeam):
         results = self._run(closed, list(arguments.values()), place)
         for array in results:
             self._given(array)
-        self._judge.end_in(filter(_is_number, results))
+        flags = is_auxiliary or [False] * len(results)
+        pairs = [pair for pair in zip(results, flags, strict=True) if _is_number(pair[0])]
+        self._judge.end_in(each for each, is_last in pairs if not is_last)
+        if self._judge.located is None:
+            self._judge.end_in(each for each, is_last in pairs if is_last)
+            self._is_auxiliary = True
+
+    @property
+    def located(self) -> Located | None:
+        """The first Inf or NaN that reached a result; None if none did."""
+        found = self._judge.located
+        # No backward pass makes what is beside the loss: those are gradients in a pair, too.
+        is_auxiliary = self._is_auxiliary and not isinstance(found, BadGradient)
+        return found and replace(found, is_auxiliary=is_auxiliary)
 
     def _given(self, array: Array) -> Located | None:
         """Where the Inf or NaN in an array began that no primitive made."""
