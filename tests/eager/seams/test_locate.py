@@ -228,6 +228,17 @@ def test_a_division_tells_its_divisor_and_the_largest_input(model):
     assert found_in(model, division_by_a_number).smallest_divisor == 0
 
 
+def test_an_inf_that_the_closure_reads_as_a_number_is_followed(model):
+    def loss(h):
+        logs = (h * 0).log().mean()  # read
+        assert float(h.mean()) < INF
+        return h.mean() * float(logs)
+
+    found = found_in(model, loss)
+    assert (found.kind, found.operation, found.line) == ("forward", "log", line_of("read"))
+    assert found_in(model, lambda h: h.mean() * INF).operation == "mul"
+
+
 def test_a_bad_batch_is_an_input_with_its_rows(model):
     values = batch().numpy().copy()
     values[3, 1] = NAN

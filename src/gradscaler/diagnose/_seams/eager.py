@@ -20,7 +20,7 @@ from gradscaler.diagnose._gradients.reading import Reading, Tensor, floating, la
 from gradscaler.diagnose._graph.call_site import Frame, called, is_own
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.hooks import Handle, remove_all
-from gradscaler.diagnose._graph.masks import Value
+from gradscaler.diagnose._graph.masks import FILLS, Value
 from gradscaler.diagnose._graph.site import Site, located_at
 from gradscaler.diagnose._operations.operation import Role
 from gradscaler.diagnose._operations.rows import names_with
@@ -185,7 +185,7 @@ class EagerSeam(JudgedSeam, ABC):
         if not any(has_tensors):
             return None  # it makes a constant
         site = self._judge.site_at(frame, called(name.strip("_")))
-        inputs = list(self._inputs(operands, site.operation in _DIVIDES))
+        inputs = list(self._inputs(operands, site.operation or ""))
         nodes = [each.grad_fn for each in inputs if isinstance(each, self.tensor)]
         begun = Begun(
             site,
@@ -241,10 +241,19 @@ class EagerSeam(JudgedSeam, ABC):
             return [Value(read(each)) for each in begun.inputs]
         return self._judge.before(begun.inputs, begun.site)
 
-    def _inputs(self, operands: Iterable[Any], is_quotient: bool) -> Iterator[Tensor]:
-        """The floating-point tensors in operands; of a quotient, finite numbers too."""
+    def _inputs(self, operands: Iterable[Any], operation: str) -> Iterator[Tensor]:
+        """The floating-point tensors in operands, and some of the numbers.
+
+        Those are the finite ones of a quotient, and an Inf or NaN that was read from a tensor.
+        """
         for each in operands:
-            if is_quotient and type(each) in (int, float) and math.isfinite(each):
+            if type(each) is float and not math.isfinite(each):
+                number = np.float64(each)
+                origin = self._judge.origin_of_number(each)
+                if origin is not None and operation not in FILLS:  # else it may be a mask
+                    self._judge.note(number, origin)
+                    yield number
+            elif type(each) in (int, float) and operation in _DIVIDES:
                 yield np.float64(each)
             yield from self._numbers_in(each)
 

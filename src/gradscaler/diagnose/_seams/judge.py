@@ -147,6 +147,13 @@ class Judge:
                 return origin
         return None
 
+    def origin_of_number(self, number: float) -> Located | None:
+        """Where an Inf or NaN began that was read from a tensor of one element, by ``float()``."""
+        for kept, origin in reversed(list(self._origins.values())):
+            if math.prod(kept.shape) == 1 and _values(kept) == _values(np.float64(number)):
+                return origin
+        return None
+
     def note(self, tensor: Tensor, origin: Located | None) -> None:
         """Note where the Inf or NaN in a tensor began, such as one that is a part of another."""
         if origin is not None:
