@@ -34,12 +34,12 @@ PARTS = re.compile(
 HUNK = re.compile(r"((?:^-.*\n)*)((?:^\+.*\n)*)", re.MULTILINE)
 ERROR = re.compile(r"^[\w.]+Error: .*\n", re.MULTILINE)
 # A verdict, up to the name of its file. Keras' fit may have no verdict, and says all on the way.
-SAID = r"^gradscaler: %s.*\n(?:  (?!file:|report:|source:).*\n)*"
+SAID = r"^gradscaler: %s.*\n(?:  (?!file:|report:|origin:).*\n)*"
 VERDICT = re.compile(SAID % "(?:after |no .* verdict)", re.MULTILINE)
 OF_FIT = re.compile(
     SAID % "(?!step watched: (?:forward|backward))", re.MULTILINE
 )
-PROPOSED = re.compile(r"^  source: .*--watch (\d+).*\n", re.MULTILINE)
+PROPOSED = re.compile(r"^  origin: .*--watch (\d+).*\n", re.MULTILINE)
 # What each child would import, which takes seconds.
 IMPORTED = {
     "torch": ["torch", "torch._dynamo", "gradscaler._run_script.session"],

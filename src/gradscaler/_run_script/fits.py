@@ -214,7 +214,7 @@ class Losses:
         self._first: _Bad | None = None
         self._weights = ""  # a clause about them after that
         self._advice = ""  # that was not said on the way
-        self._source: list[str] = []  # the line that proposes to watch the first
+        self._origin: list[str] = []  # the line that proposes to watch the first
         self._is_earlier = False  # whether the first came after a later one, which was told
         self._begun: tuple[int, float] | None = None  # the first batch of epoch 1, and its loss
         self._latest: float | None = None  # the mean loss of the latest epoch
@@ -278,21 +278,21 @@ class Losses:
     def _see_bad(self, found: _Bad) -> None:
         is_first, self._first = self._first is None, min(self._first or found, found)
         if self._first is found:
-            before, self._source = (
-                self._source,
-                self._source_of(self._num_steps + found.batch * bool(found.epoch)),
+            before, self._origin = (
+                self._origin,
+                self._origin_of(self._num_steps + found.batch * bool(found.epoch)),
             )
             self._is_earlier = bool(before)
-        if is_first and not voice.tell(f"{found}. {_CURES}", *self._source):
+        if is_first and not voice.tell(f"{found}. {_CURES}", *self._origin):
             self._advice = f" {_CURES}"
         if self._may_stop:
             raise SystemExit(STOPPED)
 
-    def _source_of(self, step: int) -> list[str]:
+    def _origin_of(self, step: int) -> list[str]:
         """The line that proposes to watch a step."""
-        source = f"source: {self._again.format(max(step, 2))} names what made it"
-        source += ", on one replica with all of the batch" * self._has_replicas
-        return [source] * self._proposes_watch
+        origin = f"origin: {self._again.format(max(step, 2))} names what made it"
+        origin += ", on one replica with all of the batch" * self._has_replicas
+        return [origin] * self._proposes_watch
 
     def _look_at(self, model: Any, when: str) -> None:
         """See once whether a loss that was not finite has left the weights finite."""
@@ -311,7 +311,7 @@ class Losses:
         after = f"after {count:,} {of}{'s' * (count != 1)} of {where}"
         if self._first is not None:
             first = f"{self._first}, the first that is not finite{self._weights}"
-            lines = self._source if self._advice or self._is_earlier else []
+            lines = self._origin if self._advice or self._is_earlier else []
             voice.conclude(f"{after}: {first}.{self._advice}", *lines)
         elif count and not self._is_scaled:
             voice.conclude(f"{after}: the losses are finite{self._went}.")

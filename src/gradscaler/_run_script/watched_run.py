@@ -63,7 +63,7 @@ class WatchedRun:
         self.began = monotonic()
         self.lost_at: float | None = None  # when a failure that costs weights was told first
         self.left = ""  # a variable that is not finite where the script has raised an error
-        self._source = ""  # what made a batch's numbers where no watch of this process can see it
+        self._origin = ""  # what made a batch's numbers where no watch of this process can see it
         model = one_model(model)
         given, tell = (scaler, model, options.every), guarded(self._tell)
         self._path: Path | str  # or why there is none
@@ -157,8 +157,8 @@ class WatchedRun:
         """Print a finding, and end the process there if that was asked for."""
         if self._is_over or os.getpid() != self._process:  # the verdict says it, or the parent
             return
-        if finding.kind in _OF_VALUES and self._proposes_watch and not self._source:
-            self._source = prepared_by(next(iter(finding.steps), 0), in_workers=True)
+        if finding.kind in _OF_VALUES and self._proposes_watch and not self._origin:
+            self._origin = prepared_by(next(iter(finding.steps), 0), in_workers=True)
         if voice.tell(finding.cause if finding.action in self._advice else finding.text):
             self._advice.add(finding.action)
             self._show_line(finding)
@@ -251,14 +251,14 @@ class WatchedRun:
         is_known |= self._is_from_batch and first.line is not None
         is_open = (first.kind in _OF_VALUES and not is_known) or is_unseen
         is_made_before = is_open and bad >= self._first_watched and self._proposes_watch
-        source = f"{self._options.again.format(bad)} names what made it"
-        if first.kind in _OF_VALUES and self._source:
-            source = self._source
+        origin = f"{self._options.again.format(bad)} names what made it"
+        if first.kind in _OF_VALUES and self._origin:
+            origin = self._origin
         if self._num_unchanged:
             text = f", of which {self._num_unchanged:,} left the weights as they were{text}"
         voice.conclude(
             f"after {steps:,} step{'s' * (steps != 1)}{text}",
             *self._lines,
-            *[f"source: {source}"] * is_made_before,
+            *[f"origin: {origin}"] * is_made_before,
         )
         self._show_line(first)

@@ -258,7 +258,7 @@ def test_a_watch_is_not_proposed_where_worker_processes_prepare_the_batch(tmp_pa
     (tmp_path / "script.py").write_text(FROM_NUMPY)
     said = words(programs.run(*RUN, "script.py", "1", cwd=tmp_path).stderr)
     made = "made before PyTorch saw it, by the code that prepares the batch of step 3"
-    assert f"source: {made} (Rows at script.py:9)" in said
+    assert f"origin: {made} (Rows at script.py:9)" in said
     assert "--watch" not in said
 
 
