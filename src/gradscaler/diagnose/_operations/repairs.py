@@ -20,7 +20,8 @@ def _in_bfloat16(seen: Seen) -> bool:
 
 # Appended to others.
 _WHERE = Repair(", also in where()'s other branch", lambda seen: seen.is_backward)
-_LOST_EPS = Repair("; an eps below 3e-8 is 0: add 1e-5", _in_float16)
+# 1 / 1e-5 is beyond float16's 65504.
+_LOST_EPS = Repair("; an eps or clamp below 3e-8 is 0: take 1e-4", _in_float16)
 _LOST_1 = Repair("; bfloat16 rounds 1 - 1e-6 to 1: take 1 - 2**-8, or float32", _in_bfloat16)
 _LOST_BESIDE_1 = Repair("; compute it in float32, as 1 - 1e-3 is 1 in bfloat16", _in_bfloat16)
 _AT_0 = _WHERE, _LOST_EPS
@@ -271,7 +272,8 @@ PRODUCT_OF_MANY = Repair(
 # Masks, and losses of classes.
 MASKED = Repair(
     "a row of the softmax is masked entirely (0 / 0: leave one place unmasked, or mask with a "
-    "large finite number), or holds +Inf, as of -log(0)"
+    "large finite number), or holds +Inf, as of -log(0)",
+    clauses=(Repair("; two masks of -65504 add up to -Inf: take -1e4", _in_float16),),
 )
 # Two numbers differ by at most twice the larger one.
 FAR_APART = Repair(
