@@ -62,10 +62,13 @@ def test_gradients_are_dead_if_nine_tenths_are_0_and_none_is_small(zero, is_told
 
 
 @pytest.mark.parametrize(
-    ("weights", "later", "is_told"), [(200.0, 3.0, True), (20.0, 3.0, False), (200.0, 1.0, False)]
+    ("weights", "later", "every", "is_told"),
+    [(200.0, 3.0, 1, True), (20.0, 3.0, 1, False), (200.0, 1.0, 1, False), (200.0, 3.0, 5, False)],
 )
-def test_weights_that_grew_and_a_loss_that_stays_above_its_start_diverge(weights, later, is_told):
-    skipped = dict.fromkeys(range(7, 16), 60.0)
+def test_weights_that_grew_and_a_loss_that_stays_above_its_start_diverge(
+    weights, later, every, is_told
+):
+    skipped = dict.fromkeys(range(7, 7 + 9 * every, every), 60.0)
     losses = [skipped.get(step, 2.0 if step < 7 else later) for step in range(1, 61)]
     past = tuple(Step(n, 1.0, n in skipped, loss) for n, loss in enumerate(losses, 1))
     held = Optimizers(weights=(10.0, weights))

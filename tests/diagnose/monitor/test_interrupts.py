@@ -1,5 +1,6 @@
 """Ctrl-C at any line of gradscaler.diagnose: the user repeats the call, and all continues."""
 
+import sys
 from bisect import bisect
 from contextlib import nullcontext, suppress
 from functools import cache, partial
@@ -119,13 +120,15 @@ class CallsAgain:
             return loss
 
         def update():
+            _, known, _ = sys.exc_info()  # an interrupt may leave an error that was handled there
             try:
                 self.scaler.update()
             except StuckError:
                 self.stuck_at.add(number)
                 self.scaler.update()
             except KeyboardInterrupt as interrupt:
-                if isinstance(interrupt.__context__, StuckError):  # the traceback shows both
+                told = interrupt.__context__  # the traceback shows both
+                if isinstance(told, StuckError) and told is not known:
                     self.stuck_at.add(number)
                 raise
 

@@ -161,12 +161,16 @@ def _fails_often(evidence: Evidence) -> bool:
 
 
 def _has_not_recovered(evidence: Evidence) -> bool:
-    """Whether steps were skipped, and the latest losses are above the first, as none is learned."""
+    """Whether many steps in a row were skipped, and the latest losses are above the first.
+
+    A loss that follows its targets has a skip now and then, as the scale falls with its growth.
+    """
     first = evidence.first and evidence.first.loss
     latest = [step.loss or 0.0 for step in evidence.past[-RECENT:] if _is_finite(step.loss)]
-    if first is None or not latest:
+    skips = [step.step for step in evidence.past if step.skipped]
+    if first is None or not latest or len(skips) <= FEW_EVENTS:
         return False
-    return evidence.skipped > FEW_EVENTS and median(latest) > first
+    return len(skips) > FAILS_OFTEN * (skips[-1] - skips[0] + 1) and median(latest) > first
 
 
 def _has_passed(peak: Step, case: Case) -> bool:
