@@ -34,6 +34,7 @@ CALLS = {
     "pow": lambda x: x**-1.0,
     "remainder": lambda x: torch.remainder(torch.ones_like(x), x),
     "softplus": F.softplus,
+    "special_zeta": lambda x: torch.special.zeta(2.0, x),
     "special_xlog1py": lambda x: torch.special.xlog1py(2.0, x),
     "xlogy": lambda x: torch.xlogy(2.0, x),
 }
@@ -125,6 +126,7 @@ CURES = {
     to.EXP: at_most(80.0),
     to.OF_EXPONENTIALS: at_most(10.0),
     to.SCALED_BESSEL: at_most(80.0),
+    to.OF_SQUARES: at_least(-9.0),
     to.LOG_RATE: at_most(10.0),
     to.MATRIX_EXP: lambda function: lambda x: function(x / x.norm()),
     to.DIVISION: at_least(1e-6),
@@ -201,6 +203,7 @@ CASES = [
     ("square", torch.square, [300.0], HALF),
     ("hypot", lambda x: torch.hypot(x, x), [6e4], HALF),
     ("norm", torch.linalg.vector_norm, [6e4] * 4, HALF),
+    ("special_erfcx", torch.special.erfcx, [-9.5], SINGLE),
     ("soft_margin_loss", lambda x: F.soft_margin_loss(x, -torch.ones_like(x)), [800.0]),
     ("softplus", lambda x: F.softplus(x, threshold=1000), [800.0], DOUBLE, {}, F.softplus),
     ("linalg_matrix_exp", torch.linalg.matrix_exp, [[800.0, 0.0], [0.0, 800.0]]),

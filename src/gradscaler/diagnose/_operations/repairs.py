@@ -158,6 +158,9 @@ SCALED_BESSEL = Repair(
     "it grows as exp() does: take the scaled one (torch.special.i0e, i1e) and its logarithm, or "
     "clamp its input"
 )
+OF_SQUARES = Repair(
+    "it grows as exp(x * x) below 0, which leaves float32 at -9.4: clamp its input to at least -9"
+)
 THRESHOLD = Repair(
     "beyond its threshold it is its input, before it an exponential: leave threshold at 20"
 )

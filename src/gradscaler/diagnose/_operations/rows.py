@@ -150,6 +150,7 @@ OPERATIONS = (
         largest={dtype: _LOGARITHMS[dtype] for dtype in ("float32", "float64")},
         both=(to.SCALED_BESSEL,),
     ),
+    *_each("special_erfcx erfcx", both=(to.OF_SQUARES,)),
     *_each("soft_margin_loss SoftMarginLoss", both=(to.EXP_IN_FLOAT16, to.EXP)),
     *_each("softplus Softplus", both=(to.THRESHOLD,)),
     *_each("linalg_matrix_exp matrix_exp MatrixExp", both=(to.MATRIX_EXP,)),
@@ -222,7 +223,7 @@ OPERATIONS = (
     *_each("atan2 arctan2 Atan2", of_slope=(to.BOTH_0,)),
     *_each("tan Tan", of_slope=(to.TAN_SLOPE,)),
     *_each(
-        "lgamma special_gammaln gammaln Lgamma",
+        "lgamma special_gammaln gammaln Lgamma, special_zeta zeta Zeta",  # of its second argument
         bad_at=_POLES_OF_GAMMA,
         steep_at=_POLES_OF_GAMMA,
         of_value=(to.GAMMA,),
