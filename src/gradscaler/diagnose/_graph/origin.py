@@ -24,6 +24,7 @@ from gradscaler.diagnose._record.located import Located
 
 _DIVIDES = names_with(Role.DIVIDES)
 _ADDS = names_with(Role.ADDS)
+_EXPONENTIATES = names_with(Role.EXPONENTIATES)
 
 _Edge = tuple[Node, int]  # a node, and which of its results
 
@@ -188,7 +189,7 @@ def _most_suspect(edge: _Edge, values: Values) -> _Edge:
         return hidden[0]
     if _is_nan_in_all_rows(edge, values):  # a mask that is added
         return next((each for each in suspects if _adds_unknown(each[0])), edge)
-    if _is_risky(edge[0], values):
+    if _is_risky(edge, values):
         return edge
     return min([*suspects, edge], key=lambda e: (operation_of(e[0]) in _ADDS) != values.has_nan)
 
@@ -203,10 +204,16 @@ def _adds_unknown(node: Node) -> bool:
     return operation_of(node) in _ADDS and reads_unknown(node)
 
 
-def _is_risky(node: Node, values: Values) -> bool:
-    """Whether a node often makes a bad number of finite ones, as no division by 1 or more does."""
+def _is_risky(edge: _Edge, values: Values) -> bool:
+    """Whether a node often makes such a bad number of finite ones.
+
+    No division by 1 or more does, and no exponential makes a NaN.
+    """
+    node, operation, made = edge[0], operation_of(edge[0]), values.tensor(*edge)
+    if operation in _EXPONENTIATES and made is not None and bool(made.isnan().any()):
+        return False
     divisor = smallest_divisor(node, values)
-    return operation_of(node) in RISKY and not (divisor is not None and divisor >= 1)
+    return operation in RISKY and not (divisor is not None and divisor >= 1)
 
 
 def largest_input(node: Node, values: Values) -> float:
