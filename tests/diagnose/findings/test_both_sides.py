@@ -439,6 +439,13 @@ def of_learning():
 
 
 def of_loss_graphs():
+    def in_turns(samples):
+        found = {"actor.weight": gradients(1.0), "critic.weight": gradients(0.0)}
+        each = sampled(norm=1.0, parameters=found)
+        more = {"sample": each, "measured": (each,) * samples}
+        calls = {"switched": 40, "ended": 2, "ended factor mul at a.py:7": 2}
+        return with_losses([0.0, 1.0] * 20, events=Events().after(calls), **more)
+
     def seen(name, count, more=None):
         return counted(50, more, **{name: count, f"{name} relu at a.py:7 makes it": count})
 
@@ -447,6 +454,7 @@ def of_loss_graphs():
         ("line='a.py:7', steps=(), count=2", [seen(each, 2) for each in places], []),
         ("a.py:7", [], [seen(each, 1) for each in places]),
         ("A cross entropy is negative", [counted(9, negative=2)], [counted(9, negative=1)]),
+        ("The loss of actor is 0", [in_turns(4)], [in_turns(3)]),
     ]
 
 
@@ -784,6 +792,9 @@ def of_evidence():
         seen = sampled(loss=0.0, shares=shares(1.0))
         return with_losses([0.0] * zeros + [1.0] * others, sample=seen, **more)
 
+    def in_turns(steps, switched):
+        return with_losses([1.0] * steps, events=Events().after({"switched": switched}))
+
     def stood(*losses):
         seen = sampled(norm=1e-7, histogram=Bins(-24, (1, 9)))
         held = Optimizers(eps=2.0**-20)
@@ -808,8 +819,13 @@ def of_evidence():
         ("nothing has zeroed the gradients", [kept(2)], [kept(1)]),
         (
             "each term is beyond its margin",
-            [ended(9, 1), ended(5)],
-            [ended(8, 2), ended(4)],
+            [ended(18, 2), ended(20)],
+            [ended(17, 3), ended(19)],
+        ),
+        (
+            "as optimizers take turns",
+            [in_turns(100, 25), in_turns(12, 5)],
+            [in_turns(100, 24), in_turns(12, 4)],
         ),
         (
             "below the optimizer's eps",

@@ -190,7 +190,7 @@ WHY = {
 @pytest.mark.parametrize("name", ENDED)
 @pytest.mark.covering(1)  # a sample reads the graph before the loss is scaled, or without that
 def test_a_loss_that_is_0_from_the_start_is_told_with_what_makes_it_so(name, has_scaler):
-    verdict = judged(ENDED[name], GradScaler("cpu") if has_scaler else None)
+    verdict = judged(ENDED[name], GradScaler("cpu") if has_scaler else None, steps=20)
     found = verdict.findings[0]
     assert found.kind == "dead", verdict
     assert f"{WHY[name]} at {line_with(name)}" in found.cause
@@ -199,7 +199,7 @@ def test_a_loss_that_is_0_from_the_start_is_told_with_what_makes_it_so(name, has
 
 
 def test_a_loss_that_is_0_for_an_unknown_reason_is_told():
-    found = judged(lambda out, *_: (out - out).mean()).findings[0]
+    found = judged(lambda out, *_: (out - out).mean(), steps=20).findings[0]
     assert found.kind == "dead"
     assert "and so is the loss, as in all samples. Look at what the loss multiplies" in found.text
 

@@ -33,7 +33,9 @@ class Setting:
         """The option of this variant; they repeat if there are fewer than variants."""
         return options[self._variant % len(options)]
 
-    def monitor(self, scaler: GradScaler, model: nn.Module | None, every: int = 0) -> Monitor:
+    def monitor(
+        self, scaler: GradScaler | None, model: nn.Module | None, every: int = 0
+    ) -> Monitor:
         every = every or self.pick(100, 40)
         self.watching = Monitor(scaler, model, every, self.path)
         return self.watching

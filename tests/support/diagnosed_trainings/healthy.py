@@ -696,3 +696,15 @@ def two_scalers_of_which_one_is_watched(setting: Setting) -> None:
         scalers[step % 2].scale(loss).backward()
         scalers[step % 2].step(optimizers[step % 2])
         scalers[step % 2].update()
+
+
+@training("normal")
+def rare_rewards(setting: Setting) -> None:
+    """A policy whose first episodes get no reward, so that their losses are exactly 0."""
+    policy = mlp(8, 32, 4)
+
+    def loss_of(step: int) -> Tensor:
+        choices = policy(torch.randn(12, 8)).float().log_softmax(-1)[:, 0]
+        return -(choices * float(step >= setting.pick(8, 14, 18))).sum()
+
+    fit(setting, policy, loss_of, 120, lr=1e-2)

@@ -395,3 +395,39 @@ def the_optimizer_has_the_parameters_of_a_copy(setting: Setting) -> None:
         setting.pick(5, 20, 120),
         optimizer=optimizer,
     )
+
+
+class Reversed(nn.Module):
+    """Means to turn the gradient round."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs
+
+    def backward(self, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+@training("misuse", None, r"The module Reversed at .* has a method backward\(\)")
+def a_module_with_a_backward_of_its_own(setting: Setting) -> None:
+    model = nn.Sequential(mlp(16, 32, 8), Reversed(), mlp(8, setting.pick(16, 32, 64), 1))
+    fit(setting, model, lambda step: regression(model, torch.randn(32, 16)), 60)
+
+
+@training(
+    "dead", None, r"The loss of actor is 0, and its gradients are exactly 0, .* all 0, in mul"
+)
+def an_actor_whose_advantages_are_0_beside_a_critic(setting: Setting) -> None:
+    """They are less their mean, over an axis of one element."""
+    model = nn.ModuleDict({"actor": mlp(6, 16, 2), "critic": mlp(6, 16, 1)})
+    optimizers = {name: torch.optim.Adam(part.parameters()) for name, part in model.items()}
+    setting.monitor(None, model)
+    for _ in range(setting.pick(180, 160, 200)):
+        states, returns = torch.randn(1, 24, 6), torch.rand(1, 24)
+        advantages = returns - returns.mean(0, keepdim=True)
+        chosen = model["actor"](states).log_softmax(-1)[..., 0]
+        errors = model["critic"](states).squeeze(-1) - returns
+        losses = {"actor": -(chosen * advantages).mean(), "critic": errors.square().mean()}
+        for name, optimizer in optimizers.items():
+            optimizer.zero_grad()
+            losses[name].backward()
+            optimizer.step()

@@ -368,6 +368,23 @@ def _continues(first: Step, before: Before) -> bool:
     return abs(first.loss - before.last_loss) < improved / 2
 
 
+@detector(Phase.LOSS)
+def uncalled(evidence: Evidence) -> Finding | None:
+    """A module that has a gradient of its own, as it seems, of which PyTorch knows nothing."""
+    place = evidence.events.place(Event.UNCALLED)
+    if not place:
+        return None
+    return Finding(
+        "misuse",
+        f"The module {place} has a method backward(), which PyTorch never calls: the gradient is "
+        "that of its forward().",
+        "Write an autograd Function with static methods forward(ctx, ...) and backward(ctx, "
+        "...), and call its apply() in the module's forward().",
+        line=place.partition(" at ")[2] or None,
+        is_certain=False,
+    )
+
+
 @detector(Phase.MODE)
 def evaluating(evidence: Evidence) -> Finding | None:
     """Steps of a model that was left in evaluation mode."""

@@ -31,9 +31,11 @@ from gradscaler.diagnose._record.thresholds import (
     FEW_CALLS,
     LATE,
     LATEST_SAMPLES,
+    MANY,
     SAME_FAILURES,
     SETTLING_SKIPS,
     STOOD,
+    ZERO_FROM_START,
 )
 from gradscaler.outcome import HISTORY_LENGTH
 from gradscaler.policies import FixedScale, is_fixed
@@ -102,6 +104,11 @@ class Evidence:
         return "optimizer step" if self.events.count(Event.SWITCHED) else "step"
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether optimizers take turns, so that steps have one loss and then another."""
+        return self.events.count(Event.SWITCHED) >= max(FEW_CALLS, MANY * self.steps)
+
+    @property
     def has_many_skips(self) -> bool:
         """Whether more steps were skipped than a loss scale needs to settle."""
         return self.skipped > max(SETTLING_SKIPS, self.steps / 10)
@@ -150,7 +157,7 @@ class Evidence:
     def has_no_loss(self) -> bool:
         """Whether almost all losses are 0, and no gradient was another number in any sample."""
         losses = [step.loss for step in self.past if step.loss is not None]
-        is_zero = len(losses) >= FEW_CALLS and losses.count(0.0) >= ALMOST_ALL * len(losses)
+        is_zero = len(losses) >= ZERO_FROM_START and losses.count(0.0) >= ALMOST_ALL * len(losses)
         return is_zero and not self.measured
 
     @property

@@ -40,6 +40,8 @@ def whether_it_learns(evidence: Evidence) -> str:
     first = evidence.first and evidence.first.loss
     if first is None or not losses:
         return "Nothing needs fixing."
+    if evidence.takes_turns:
+        return "Nothing else was judged, as optimizers take turns, each with a loss of its own."
     went = f"the loss went from {first:g} to {losses[-1]:g}"
     judged = f"Nothing else was judged: {went}"
     if evidence.is_scaled_by_hand:

@@ -6,7 +6,7 @@ from gradscaler.diagnose._findings.detector import Detector, Phase, Role, detect
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._record.events import Event
 from gradscaler.diagnose._record.finding import Finding
-from gradscaler.diagnose._record.thresholds import FEW_SAMPLES
+from gradscaler.diagnose._record.thresholds import EARLY_SAMPLES, FEW_SAMPLES
 
 
 @detector(Phase.AWAY, at_bad_step=Role.CAUSE)
@@ -54,21 +54,36 @@ _WHY_ENDED = {
 @detector(Phase.DEAD)
 def ended(evidence: Evidence) -> Finding | None:
     """A loss that has been 0 from the start, with gradients that are exactly 0."""
-    sample, count = evidence.sample, evidence.events.count(Event.ENDED)
-    if sample is None or not evidence.has_no_loss or count < FEW_SAMPLES:
+    count, dead = evidence.events.count(Event.ENDED), _dead_in_turns(evidence)
+    if evidence.sample is None or not (evidence.has_no_loss or dead) or count < FEW_SAMPLES:
         return None
     cause, _, place = evidence.events.place(Event.ENDED).partition(" ")
     if cause not in _WHY_ENDED:
         return None
     why, action = _WHY_ENDED[cause]
+    whose, all_ = (f" of {dead}", "its") if dead else ("", "all")
     return Finding(
         "dead",
-        f"The loss is 0, and all gradients are exactly 0, in each of {count} samples: {why}, in "
-        f"{place}.",
+        f"The loss{whose} is 0, and {all_} gradients are exactly 0, in each of {count} samples: "
+        f"{why}, in {place}.",
         action,
         line=place.partition(" at ")[2] or None,
         count=count,
     )
+
+
+def _dead_in_turns(evidence: Evidence) -> str:
+    """The first module whose gradients are 0 in all samples, if optimizers take turns; else empty.
+
+    A sample has those of the others, too, which keep theirs from their own turn.
+    """
+    samples = evidence.measured
+    if not evidence.takes_turns or len(samples) < EARLY_SAMPLES:
+        return ""
+    zeros = ({n for n, found in each.parameters.items() if found.zero == 1} for each in samples)
+    always = set.intersection(*zeros)
+    first = next((name for name in samples[-1].parameters if name in always), "")
+    return first.partition(".")[0]
 
 
 def _at_a_place(phase: Phase, event: Event, kind: str, cause: str, action: str) -> Detector:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from gradscaler.diagnose._graph.call_site import is_of_user, shown_line
 from gradscaler.diagnose._locate.module_hooks import framework_of
 
 
@@ -33,6 +34,20 @@ def models_in(model: Any) -> list[Any]:
     if hasattr(model, "holds_gradscaler_models"):
         return list(model.children())
     return [] if model is None else [model]
+
+
+def uncalled_in(model: Any) -> Iterator[str]:
+    """Modules within a model whose class has a backward(), as ``"Reverse at train.py:7"``.
+
+    A whole model may have one that its trainer calls, such as one of Lightning's.
+    """
+    for each in models_in(model):
+        for module in each.modules():
+            backward: Any = getattr(type(module), "backward", None)
+            code = getattr(backward, "__code__", None)
+            if module is each or code is None or code.co_argcount < 2 or not is_of_user(backward):
+                continue
+            yield f"{type(module).__name__} at {shown_line(code.co_filename, code.co_firstlineno)}"
 
 
 def _module_of(models: Mapping[str, Any]) -> Any:

@@ -32,6 +32,7 @@ from gradscaler.diagnose._monitor.held_parameters import (
     is_made_to_move,
 )
 from gradscaler.diagnose._monitor.iterations import Iteration, Iterations
+from gradscaler.diagnose._monitor.models import uncalled_in
 from gradscaler.diagnose._monitor.parameters import OptimizersParameters, has_stepped, rates_of
 from gradscaler.diagnose._monitor.step_source import StepSource
 from gradscaler.diagnose._monitor.teller import StuckError
@@ -199,6 +200,9 @@ class EagerObserver(StepSource):
         is_new = iteration.is_first and Counted(Event.RESUMED) not in iteration.events
         if is_new and self._is_resumed(optimizer):
             iteration.note(Event.RESUMED)
+        if iteration.is_first and not iteration.optimizers and self._graphs is not None:
+            for place in uncalled_in(self.model):
+                iteration.note(Event.UNCALLED, place)
         self._used.before_step(optimizer, iteration, self._held.names.get(id(optimizer), ""))
         if self._mode.is_left(optimizer):
             iteration.note(Event.EVALUATING)

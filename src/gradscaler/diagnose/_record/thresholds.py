@@ -6,6 +6,10 @@ without the threshold, or at twice or half of it.
 
 # Steps, calls and samples that are enough.
 FEW_CALLS = 5  # calls, or steps that show them; fewer may be chance: `biases_before_batch_norms`
+# Samples of the first 20 steps, as rewards that are rare come later: `rare_rewards`.
+EARLY_SAMPLES = 4
+# Steps whose losses are 0 from the start; rewards that are rare come later: `rare_rewards`.
+ZERO_FROM_START = 20
 # Samples that show the same, as what one shows may be in its batch alone. A training may have no
 # more of them: `a_count_beyond_float16_divides_a_loss_term`.
 FEW_SAMPLES = 2
