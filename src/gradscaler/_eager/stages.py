@@ -70,8 +70,9 @@ REFUSALS: dict[tuple[Stage | Validity, str], str] = {
     # The calls that each stage forbids, with the error's text. All others are allowed.
     (Stage.UNSCALED, "unscale_"): (
         "unscale_() has already been called on this optimizer since the last update(), or since "
-        "its loss was scaled: call it once per iteration, after the last backward pass, and call "
-        "update() at the end of each iteration, also of one without a step"
+        "its loss was scaled: call it once between two calls of update(), after the last backward "
+        "pass before step(): with accumulation, only in the iteration that steps. A loop that "
+        "leaves out a step for its gradients still calls update()"
     ),
     (Stage.STEPPED, "unscale_"): (
         "unscale_() is being called after step(): call update() first, or unscale_() before step()"
