@@ -80,6 +80,12 @@ def test_the_page_has_a_row_for_each_verdict_on_one_process():
     assert rows("Verdict", "What happens") == links
 
 
+def test_a_kind_says_what_it_means_in_a_few_words():
+    for kind in KINDS.values():
+        assert 15 <= len(kind.meaning.split()) <= 40
+        assert kind.meaning.isascii()
+
+
 def test_the_page_says_for_each_verdict_which_frameworks_give_it():
     assert set(kinds_in(rows("Verdict", "PyTorch"))) == set(KINDS)
 

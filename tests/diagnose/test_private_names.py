@@ -53,6 +53,7 @@ ALLOWED = {
     "_steps_per_execution",  # of a model in tf_keras
     "_random_generator",  # of a layer in tf_keras, which draws from it
     "_generator",  # of that
+    "_num_yielded",  # the batches that an iterator of PyTorch's DataLoader has given
     "_checks",  # modules of ours that every package uses
     "_atomic",
     "_notebook",

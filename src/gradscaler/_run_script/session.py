@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from gradscaler._run_script.after_import import after_import
 from gradscaler._run_script.after_init import after_init
@@ -38,7 +39,12 @@ from gradscaler.diagnose._graph.lines import Tracebacks
 from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.search import Search
 from gradscaler.diagnose._graph.stand_ins import in_place_of
-from gradscaler.diagnose._monitor import backward_calls, new_optimizers, unfit_states
+from gradscaler.diagnose._monitor import (
+    backward_calls,
+    loaders,
+    new_optimizers,
+    unfit_states,
+)
 from gradscaler.diagnose._monitor.by_identity import ByIdentity
 from gradscaler.diagnose._monitor.models import one_model
 from gradscaler.diagnose._monitor.parameters import held_by
@@ -86,6 +92,8 @@ class Session(Runs, backward_calls.BackwardListener):
         on_stop.callback(unfit_states.places.clear)
         load = new_optimizers.noting_rates(Optimizer.load_state_dict)
         replace(Optimizer, "load_state_dict", load)
+        replace(DataLoader, "__iter__", loaders.noting(DataLoader.__iter__))
+        on_stop.callback(loaders.forget)
         if any(map(is_theirs, in_memory(torch.amp.GradScaler))):
             self._see_theirs()
         _leave_children_alone()

@@ -45,6 +45,7 @@ def test_the_page_holds_the_verdict_the_figures_and_the_tables(page):
     assert re.findall("<h2>([^<]*)</h2>", dom) == [
         "Over time",
         "Skipped steps",
+        "What it means",
     ]
     assert len(re.findall('<svg role="img" aria-label="[^"]+"', dom)) == 1
     assert dom.count("<tr>") == 1 + 2

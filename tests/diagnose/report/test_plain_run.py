@@ -102,6 +102,22 @@ def test_numbers_that_are_never_finite_get_a_word_and_no_panel(tmp_path):
     assert "Gradient norm: never finite." in " ".join(explained(run).split())
 
 
+def test_steps_are_named_with_their_epoch_and_batch_and_the_weights_norm_has_a_panel(tmp_path):
+    def of(step, batch):
+        seen = {"weights": [2.0, 1.0 + step]}
+        return {"kind": "sample", "step": step, "steps": 1, "optimizers": seen, "batch": batch}
+
+    failed = {**bad_step(2, 1.0, [GRADIENT], PLACE), "batch": [1, 2]}
+    run = run_of(start(policy={}, dtype="float32"), of(1, [1, 1]), failed, of(3, [2, 1]))
+    figure = drawn(run, tmp_path / "run.png")
+    assert "Weights' norm" in [a.get_title(loc="left") for a in figure.findobj(match=_is_axes)]
+    report.write(run, tmp_path / "run.html")
+    page = (tmp_path / "run.html").read_text()
+    assert "<title>step 3 (epoch 2, batch 1): loss 1, weights&#x27; norm 4</title>" in page
+    assert "The dotted line is step 2 (epoch 1, batch 2), the first bad one" in page
+    assert "<td>2 (epoch 1, batch 2)</td>" in page
+
+
 def test_a_rate_that_changes_has_a_panel_and_one_that_does_not_a_word(tmp_path):
     def with_rates(*rates):
         kept = [

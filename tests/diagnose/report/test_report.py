@@ -220,6 +220,18 @@ def test_no_id_is_used_twice(page_of, made_up_run):
     assert len(ids) == len(set(ids))
 
 
+def test_each_finding_links_to_what_it_means_in_the_page(page_of, made_up_run):
+    run = found(made_up_run(samples=1, stuck=3))
+    (verdict,) = run.verdicts
+    others = [replace(verdict.findings[0], kind=kind) for kind in ("data", "from_a_later_version")]
+    run = replace(run, verdicts=(replace(verdict, findings=(*verdict.findings, *others)),))
+    page = page_of(run)
+    links = [each for each in page.values("href") if each.startswith("#")]
+    assert links == ["#loss", "#data"]
+    assert {each[1:] for each in links} <= set(page.values("id"))
+    assert KINDS["data"].meaning in page.texts
+
+
 def test_a_page_is_the_same_each_time(page_of, made_up_run):
     assert page_of(made_up_run()).source == page_of(made_up_run()).source
 

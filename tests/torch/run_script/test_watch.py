@@ -23,6 +23,7 @@ PLACES = [
     (torch.optim.Optimizer, "__init__"),
     (torch.optim.lr_scheduler.LRScheduler, "__init__"),
     (torch.nn.Module, "load_state_dict"),
+    (torch.utils.data.DataLoader, "__iter__"),
     (torch.autograd, "backward"),
     (torch.amp.GradScaler, "scale"),
     (torch.distributed, "init_process_group"),
@@ -59,6 +60,50 @@ def healthy(model, optimizer, steps=2):
         optimizer.zero_grad()
         model(torch.ones(4)).square().sum().backward()
         optimizer.step()
+
+
+class FetchesAhead(torch.utils.data.DataLoader):
+    """Fetches a batch before it gives the one before, as Accelerate's does."""
+
+    def __iter__(self):
+        batches = super().__iter__()
+        before = next(batches)
+        for batch in batches:
+            yield before
+            before = batch
+        yield before
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.utils.data.DataLoader, {}),
+        (torch.utils.data.DataLoader, {"num_workers": 1, "persistent_workers": True}),
+        (FetchesAhead, {}),
+    ],
+    ids=["one process", "a worker that stays", "a loader that fetches ahead"],
+)
+def test_the_file_has_the_epoch_and_the_batch_of_a_step(tmp_path, kind, options):
+    data = list(torch.ones(24, 4))
+    with gradscaler.watch(tmp_path, every=1):
+        model, optimizer = network()
+        loader, others = kind(data, 4, **options), torch.utils.data.DataLoader(data, 8)
+        next(iter(others))  # it feeds no loss
+        for _ in range(2):
+            for batch in loader:
+                optimizer.zero_grad()
+                model(batch[:2]).square().mean().backward()  # a step has two losses
+                model(batch[2:]).square().mean().backward()
+                optimizer.step()
+            for batch in others:
+                model(batch)
+        for first, _ in zip(loader, others, strict=False):  # it is not known which one feeds
+            optimizer.zero_grad()
+            model(first).square().mean().backward()
+            optimizer.step()
+    (file,) = tmp_path.glob("*.jsonl")
+    of_epochs = {6 * e + b: (e + 1, b) for e in range(2) for b in range(1, 7)}
+    assert read_run(file).batches == (of_epochs if kind is torch.utils.data.DataLoader else {})
 
 
 def test_a_report_of_a_run_that_goes_on_has_its_latest_steps(tmp_path):

@@ -45,6 +45,7 @@ class Iteration:
     seen: Optimizers | None = None  # if sampled
     unscaled: list[str] = field(default_factory=list)  # see Optimizers
     num_losses: int = 0
+    batch: tuple[int, int] | None = None  # see BadStep
     added_to: dict[str, Tensor] = field(default_factory=dict)  # magnitudes, by optimizers' names
     checks: list[LateCheck] = field(default_factory=list)  # without a scaler, on a device
 
@@ -81,7 +82,7 @@ class Iteration:
         nonfinite = tuple(chain(*found)) if found else None
         was_skipped = any(skipped.values())
         unzeroed = [n for n, held in self.added_to.items() if _stays(float(held), was_skipped)]
-        step = Step(self.number, last.scale, was_skipped, loss, nonfinite)
+        step = Step(self.number, last.scale, was_skipped, loss, nonfinite, self.batch)
         is_overwritten = 2 * sum(map(bool, self.overwritten)) > len(self.overwritten)
         seen_now = {
             Event.UNZEROED: bool(unzeroed) and Counted(Event.UNZEROED) not in self.events,

@@ -304,6 +304,7 @@ class LoopObserver(EagerObserver):
             lost_eps=self.parameters.lost_eps(),
             evaluated=_first_and_largest(evaluated),
             parameter=failure.parameter,
+            batch=iteration.batch,
         )
         self.log.add_bad(line)
 
@@ -375,7 +376,7 @@ class LoopObserver(EagerObserver):
             bad, located = last.nonfinite or (), self._graphs.located or self.located
             listed, more = bad[:MOST_NONFINITE], len(bad[MOST_NONFINITE:])
             given = last.step, last.loss, listed, more, located
-            self.log.add_bad(BadStep(*given, is_left_out=True))
+            self.log.add_bad(BadStep(*given, is_left_out=True, batch=last.batch))
 
     def _is_resumed(self, optimizer: object) -> bool:
         return False  # there is no scaler whose state could be missing

@@ -22,7 +22,7 @@ from gradscaler.diagnose._graph.guard import guarded, passing
 from gradscaler.diagnose._graph.hooks import OneCallHooks, weakly
 from gradscaler.diagnose._graph.watch import GraphWatch
 from gradscaler.diagnose._locate.locate import is_locating
-from gradscaler.diagnose._monitor import new_optimizers, unfit_states
+from gradscaler.diagnose._monitor import loaders, new_optimizers, unfit_states
 from gradscaler.diagnose._monitor.backward_graph import CutOff, listen
 from gradscaler.diagnose._monitor.failure_watch import FailureWatch
 from gradscaler.diagnose._monitor.gradient_sample import measure
@@ -119,6 +119,7 @@ class EagerObserver(StepSource):
         if is_locating.get() or not has_numbers(outputs):
             return
         iteration = self._iterations.latest
+        iteration.batch = loaders.fed()
         if (iteration.is_first or iteration.is_sampled) and not iteration.is_long:
             listen(outputs, iteration.backward, self._hooks)
         if iteration.is_first and self._sees_graph and not iteration.is_long:
@@ -145,8 +146,8 @@ class EagerObserver(StepSource):
         graphs = self._graphs
         if graphs is not None and not (math.isfinite(value) or graphs.has_seen(loss)):
             self.read()
-            found = graphs.origin_in(loss)
-            self.log.add_bad(BadStep(number, value, located=found, is_left_out=True))
+            found, batch = graphs.origin_in(loss), loaders.fed()
+            self.log.add_bad(BadStep(number, value, located=found, is_left_out=True, batch=batch))
 
     def _line_of(self, loss: Tensor, node: Node) -> str | None:
         return None if self._graphs is None else self._graphs.line_of(loss, node)

@@ -285,6 +285,7 @@ class StepLog:
             calls=texts_of(observed.events),
             cut=observed.cut,
             num_losses=observed.num_losses,
+            batch=steps[-1].batch,
             **measured,
         )
 

@@ -52,7 +52,8 @@ def skip_of(step: Step) -> Skip:
     """The line of a skipped step."""
     found = step.nonfinite or ()
     listed = None if step.nonfinite is None else _listed(found)
-    return Skip(step.step, step.scale, step.loss, listed, len(found[MOST_NONFINITE:]))
+    more = len(found[MOST_NONFINITE:])
+    return Skip(step.step, step.scale, step.loss, listed, more, step.batch)
 
 
 def _listed(found: tuple[NonfiniteGradient, ...]) -> tuple[NonfiniteGradient, ...]:

@@ -197,6 +197,7 @@ class Sample:
             loss is no cross entropy.
         unmoved: the share of elements of 16-bit parameters that have not changed since the previous
             sample with this share. Only elements with a gradient count; None if there are none.
+        batch: the epoch and the batch in it, both from 1; see :class:`BadStep`.
     """
 
     kind: ClassVar[str] = "sample"
@@ -224,6 +225,7 @@ class Sample:
     num_losses: int = 1
     optimizers: Optimizers | None = None
     chance: Magnitude | None = None
+    batch: tuple[Step, Step] | None = None
 
     def check(self) -> None:
         """Check that the numbers of steps agree with each other."""
@@ -247,6 +249,7 @@ class Skip:
             all skip a step that overflows on one of them. None if the step was not inspected; such
             a step is not in the file.
         more: the number of further gradients that held an Inf or a NaN.
+        batch: the epoch and the batch in it, both from 1; see :class:`BadStep`.
     """
 
     kind: ClassVar[str] = "skip"
@@ -256,6 +259,7 @@ class Skip:
     loss: float | None = None
     nonfinite: tuple[NonfiniteGradient, ...] | None = None
     more: int = 0
+    batch: tuple[Step, Step] | None = None
 
     @property
     def failure(self) -> Failure:
@@ -286,6 +290,8 @@ class BadStep:
         evaluated: the first and the largest finite loss that the step itself evaluated, as that of
             LBFGS does; None if it evaluated none.
         parameter: a parameter that was Inf or NaN before the step, if `located` is unknown.
+        batch: the epoch, and the batch in it, both from 1, of PyTorch's DataLoader that fed the
+            step; None if that is unknown. Only the epochs of this process count.
     """
 
     kind: ClassVar[str] = "bad_step"
@@ -300,6 +306,7 @@ class BadStep:
     lost_eps: float | None = None
     evaluated: tuple[float, float] | None = None
     parameter: str | None = None
+    batch: tuple[Step, Step] | None = None
 
     @property
     def failure(self) -> Failure:

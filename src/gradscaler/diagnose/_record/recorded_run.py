@@ -103,6 +103,19 @@ class RecordedRun:
         return {step: rate for step, rate in rates.items() if rate is not None}
 
     @cached_property
+    def weights(self) -> dict[int, float]:
+        """The norm of an optimizer's matrices before the step, where it was taken."""
+        seen = {each.step: each.optimizers and each.optimizers.weights for each in self.samples}
+        return {step: norms[1] for step, norms in seen.items() if norms}
+
+    @cached_property
+    def batches(self) -> dict[int, tuple[int, int]]:
+        """The epoch and the batch in it by step, where they were seen."""
+        lines: tuple[Sample | Skip | BadStep, ...]
+        lines = *self.samples, *self.skips, *self.bad_steps
+        return {line.step: line.batch for line in lines if line.batch is not None}
+
+    @cached_property
     def shares(self) -> dict[int, Shares]:
         """The shares of the gradients by step, where they were seen."""
         return {sample.step: sample.shares for sample in self.samples if sample.shares is not None}

@@ -19,6 +19,7 @@ class Step(NamedTuple):
         loss: the unscaled loss, if it was read.
         nonfinite: the gradients that held an Inf or a NaN, if the step was skipped and inspected,
             or was applied all the same; else None.
+        batch: the epoch and the batch in it, both from 1; None if they are unknown.
     """
 
     step: int
@@ -26,6 +27,7 @@ class Step(NamedTuple):
     skipped: bool
     loss: float | None = None
     nonfinite: tuple[NonfiniteGradient, ...] | None = None
+    batch: tuple[int, int] | None = None
 
     @property
     def has_bad_loss(self) -> bool:

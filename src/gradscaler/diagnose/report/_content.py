@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -12,10 +12,10 @@ from typing import NamedTuple
 from gradscaler.diagnose._findings.ranks import read_run
 from gradscaler.diagnose._findings.run import Run
 from gradscaler.diagnose._gradients.fitting_scales import Fit
-from gradscaler.diagnose._record.kinds import Level, kind_of
+from gradscaler.diagnose._record.kinds import Kind, Level, kind_of
 from gradscaler.diagnose._record.lines import BadStep, LineT, Shares, Skip, Watched
 from gradscaler.diagnose._record.source import Source, source_of
-from gradscaler.diagnose.report._words import ends, number, percent, shown
+from gradscaler.diagnose.report._words import ends, named, number, percent, shown
 
 LEVELS: tuple[Level, ...] = ("bad", "warning", "good")
 _MOST_ROWS = 10  # of a table; the latest ones, and the title counts the others
@@ -57,6 +57,7 @@ class Course(NamedTuple):
     shares: Mapping[int, Shares]
     dtype: str  # the format that the shares refer to
     first_bad: int | None = None  # the first step that was applied with an Inf or NaN
+    batches: Mapping[int, tuple[int, int]] = {}  # the epoch and the batch in it by step, from 1
 
     def at(self, step: int) -> str:
         """The numbers of a step, or the latest before it, in one line."""
@@ -69,7 +70,7 @@ class Course(NamedTuple):
         texts = [
             f"{name} {number(numbers[name][s])}" for name, s in latest.items() if s is not None
         ]
-        return f"step {step:,}: {', '.join(texts)}"
+        return f"step {named(step, self.batches)}: {', '.join(texts)}"
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class Content:
     action: str = ""  # what to try, which the text holds, too; empty if it is not known
     source: Source | None = None  # the user's line that is at fault
     origin: str = ""  # where and when the run was made; a picture leaves it out
+    meanings: Mapping[str, Kind] = field(default_factory=dict)  # of the findings, by their kinds
 
     @property
     def why(self) -> str:
@@ -96,8 +98,10 @@ class Content:
 def content_of(run: Run) -> Content:
     """The report on one run."""
     verdict, latest = run.verdict, run.latest
-    kinds = {verdict.kind, *(finding.kind for finding in verdict.findings)}
+    kinds = dict.fromkeys([verdict.kind, *(finding.kind for finding in verdict.findings)])
     curves = {"Gradient norm": run.norms}
+    if len(run.weights) > 1:
+        curves["Weights' norm"] = run.weights
     if len(set(run.rates.values())) > 1:
         curves["Learning rate"] = run.rates
     found = next(iter(latest.verdict.findings), None)
@@ -114,6 +118,7 @@ def content_of(run: Run) -> Content:
         "" if found is None else found.action,
         None if found is None else source_of(found.line, latest.starts[-1].time),
         _origin_of(latest),
+        {kind: kind_of(kind) for kind in kinds if kind_of(kind).meaning},
     )
 
 
@@ -226,7 +231,8 @@ def _course_of(
     seen = {name: points for name, points in {"Loss": run.losses, **curves}.items() if points}
     applied = [bad.step for bad in run.bad_steps if not bad.is_left_out]
     first_bad = min(applied, default=None)
-    return Course(run.num_steps, run.scales, run.skipped, seen, shares, dtype, first_bad)
+    scales, skipped = run.scales, run.skipped
+    return Course(run.num_steps, scales, skipped, seen, shares, dtype, first_bad, run.batches)
 
 
 def _with_rows(*tables: Table) -> list[Table]:
@@ -274,7 +280,7 @@ def _skips(run: Run) -> Table:
 def _bad_steps(run: Run) -> Table:
     """The steps that were applied with gradients of Inf or NaN, the first of each streak."""
     rows = [
-        (f"{bad.step:,}", _held(bad), "" if bad.loss is None else number(bad.loss))
+        (named(bad.step, run.batches), _held(bad), "" if bad.loss is None else number(bad.loss))
         for bad in run.bad_steps[:_MOST_ROWS]
         if bad.nonfinite and not bad.is_left_out
     ]
@@ -289,7 +295,7 @@ def _latest_first(groups: Iterable[list[LineT]]) -> list[list[LineT]]:
 
 def _row(alike: Sequence[Skip], are_of_ranks: bool) -> tuple[str, ...]:
     """A row on similar skips: the first and the last of them, and the gradients of the last."""
-    steps = ends([f"{skip.step:,}" for skip in alike])
+    steps = ends([named(skip.step, {skip.step: skip.batch}) for skip in alike])
     losses = ends(["" if skip.loss is None else number(skip.loss) for skip in alike])
     scales = ends([number(skip.scale) for skip in alike])
     gradients, last = "", alike[-1]

@@ -23,7 +23,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from gradscaler.diagnose._gradients.fitting_scales import Fit, Range
 from gradscaler.diagnose._record.lines import Shares
 from gradscaler.diagnose.report._content import CLASSES, Content, Course
-from gradscaler.diagnose.report._words import RULE, number, power, sentence_of, shown
+from gradscaler.diagnose.report._words import RULE, named, number, power, sentence_of, shown
 
 COLOURS = {
     "flushed": "#A03200",
@@ -133,12 +133,15 @@ def over_time(courses: Mapping[str, Course]) -> Drawing:
             "The loss scale that each step used, and how many steps were skipped up to it. "
             f"{caption}"
         )
+    if any("Weights' norm" in run.curves for run in runs):
+        caption += " The weights' norm is that of an optimizer's matrices before the step."
     drawn = partial(_draw, courses=courses, panels=panels)
     if len(runs) > 1:
         return Drawing("Over time", caption, height, drawn)
     if runs[0].first_bad is not None:
         caption += (
-            f" The dotted line is step {runs[0].first_bad:,}, the first bad one that was applied."
+            f" The dotted line is step {named(runs[0].first_bad, runs[0].batches)}, the first bad "
+            "one that was applied."
         )
     steps = sorted(
         {step for points in (runs[0].scales, *runs[0].curves.values()) for step in points}

@@ -36,12 +36,30 @@ def page_of(content: Content) -> bytes:
         action=f'<p class="action">{escape(content.action)}</p>\n' * bool(content.action),
         text=escape(shown(content.why, 1000)),
         source="" if content.source is None else content.source.html,
+        links=_links(content),
         first="".join(map(_table, content.first)),
         facts="<br>".join(escape(text) for text in (content.facts, content.origin) if text),
         figures="".join(map(_figure, drawings_of(content))),
         tables="".join(map(_table, content.tables)),
+        meanings=_meanings(content),
     )
     return page.encode()
+
+
+def _links(content: Content) -> str:
+    """A line of links from the findings to what they mean; empty if that is not known."""
+    links = [f'<a href="#{name}">{each.headline}</a>' for name, each in content.meanings.items()]
+    return f'<p class="dim">What it means: {", ".join(links)}</p>\n' if links else ""
+
+
+def _meanings(content: Content) -> str:
+    """What the findings mean, each under the name of its kind."""
+    texts = [
+        f'<dt id="{name}">{each.headline}</dt>\n<dd>{each.meaning}</dd>\n'
+        for name, each in content.meanings.items()
+    ]
+    section = f"<section>\n<h2>What it means</h2>\n<dl>\n{''.join(texts)}</dl>\n</section>\n"
+    return section if texts else ""
 
 
 def _figure(drawing: Drawing) -> str:
@@ -143,8 +161,16 @@ header p { margin: .5rem 0 0; }
 section { break-inside: avoid; min-width: 0; padding-top: 1.5rem; }
 figure { margin: 0; }
 svg { display: block; width: 100%; height: auto; }
-.zoom { position: relative; float: right; z-index: 1; cursor: zoom-in; }
+.zoom { appearance: none; position: relative; float: right; z-index: 1; cursor: zoom-in; }
+.zoom { margin: 0; font: inherit; font-size: .85rem; text-decoration: underline; }
+.zoom::before { content: "Larger"; }
+.zoom:checked::before { content: "Smaller"; }
 .zoom:checked + .scroll svg { width: 300%; } /* the page needs no script */
+a { color: inherit; }
+dl { margin: 0; }
+dt { font-weight: 600; scroll-margin-top: 1rem; }
+dt:target { color: var(--level); }
+dd { margin: 0 0 .8rem; }
 .at { fill: transparent; }
 .at:hover { fill: #80808030; }
 svg text { font-family: system-ui, sans-serif !important; }
@@ -175,11 +201,11 @@ th, td { border-bottom: 1px solid var(--rule); padding: .3rem .7rem .3rem 0; tex
 <header class="$level">
 <h1>$headline</h1>
 $action<p>$text</p>
-$source</header>
+$source$links</header>
 $first
 <p class="dim">$facts</p>
 <div class="figures">
-$figures$tables</div>
+$figures$tables$meanings</div>
 </main>
 </body>
 </html>

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from gradscaler.diagnose._gradients.fitting_scales import FLUSHED, ROOM, SMALL, Fit
 
@@ -42,6 +42,12 @@ def shown(name: str, longest: int = 200) -> str:
     if len(plain) <= longest:
         return plain
     return f"{plain[: longest // 3]}…{plain[-(longest - 1 - longest // 3) :]}"
+
+
+def named(step: int, batches: Mapping[int, tuple[int, int] | None]) -> str:
+    """The number of a step, with its epoch and batch if they are known."""
+    epoch, batch = batches.get(step) or (0, 0)
+    return f"{step:,}" + (f" (epoch {epoch:,}, batch {batch:,})" if epoch else "")
 
 
 def ends(texts: Sequence[str]) -> str:
