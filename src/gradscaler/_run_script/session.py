@@ -35,7 +35,7 @@ from gradscaler._run_script.variables import loss_left_out, nonfinite_left
 from gradscaler._run_script.voice import attempt, conclude_without_step, voice
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.hooks import Handle, remove_unless_stepping, uncompiled
-from gradscaler.diagnose._graph.lines import Tracebacks
+from gradscaler.diagnose._graph.lines import Tracebacks, keep_under
 from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.search import Search
 from gradscaler.diagnose._graph.stand_ins import in_place_of
@@ -84,6 +84,7 @@ class Session(Runs, backward_calls.BackwardListener):
         attempt(die_in_groups)
         after_init(Optimizer, self._see_optimizer)
         after_init(LRScheduler, self._see_schedule)
+        after_init(torch.autograd.set_detect_anomaly, keep_under)
         self._is_watching = True
         after_import("fastai.optimizer", self._see_fastai)
         after_init(GradScaler, self._see_scaler)

@@ -22,6 +22,7 @@ from tests.support import programs
 PLACES = [
     (torch.optim.Optimizer, "__init__"),
     (torch.optim.lr_scheduler.LRScheduler, "__init__"),
+    (torch.autograd.set_detect_anomaly, "__init__"),
     (torch.nn.Module, "load_state_dict"),
     (torch.utils.data.DataLoader, "__iter__"),
     (torch.autograd, "backward"),
@@ -104,6 +105,16 @@ def test_the_file_has_the_epoch_and_the_batch_of_a_step(tmp_path, kind, options)
     (file,) = tmp_path.glob("*.jsonl")
     of_epochs = {6 * e + b: (e + 1, b) for e in range(2) for b in range(1, 7)}
     assert read_run(file).batches == (of_epochs if kind is torch.utils.data.DataLoader else {})
+
+
+def test_the_first_step_has_its_line_where_the_loop_turns_the_anomaly_mode_off(tmp_path):
+    with gradscaler.watch(tmp_path) as watch:
+        model, optimizer = network()
+        with torch.autograd.set_detect_anomaly(False):  # as Lightning does for fit()
+            train(model, optimizer, steps=1)
+            assert not torch.is_anomaly_enabled()
+        assert not torch.is_anomaly_enabled()
+        assert f"by the gradient of sqrt at {__file__}:" in watch.verdict.text
 
 
 def test_a_report_of_a_run_that_goes_on_has_its_latest_steps(tmp_path):

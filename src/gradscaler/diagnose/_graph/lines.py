@@ -13,6 +13,7 @@ from gradscaler.diagnose._graph.call_site import Frame, Node, called_from
 
 _FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)')
 _MOST_TRACES = 4  # graphs of different losses
+_all: weakref.WeakSet[Tracebacks] = weakref.WeakSet()
 
 
 class Line(NamedTuple):
@@ -37,6 +38,7 @@ class Tracebacks:
     """
 
     def __init__(self) -> None:
+        _all.add(self)
         self._modes: list[Any] = []
         weakref.finalize(self, _leave, self._modes).atexit = False
         self._traces: list[tuple[list[str], list[Line]]] = []
@@ -89,6 +91,18 @@ def _line_of(node: Node) -> Line:
     frames = tuple(map(_frame_of, reversed(node.metadata.get("traceback_") or ())))
     function, line = called_from(frames)
     return Line(line, function, frames)
+
+
+def keep_under(other: Any) -> None:
+    """Keep tracebacks under another anomaly mode that was entered, such as Lightning's for `fit`.
+
+    When it is left, it restores the state that was there before ours.
+    """
+    if any(each.is_on for each in _all) and other.prev and not other.prev_check_nan:
+        other.prev, other.prev_check_nan = False, True
+        torch: Any = sys.modules["torch"]
+        if not torch.is_anomaly_enabled():
+            torch.set_anomaly_enabled(True, False)
 
 
 @lru_cache(maxsize=10_000)  # most operations share their outer frames
