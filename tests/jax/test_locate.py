@@ -379,3 +379,14 @@ def test_gradients_in_a_pair_are_no_auxiliary_results():
     gradients = jax.grad(loss, (0, 1), has_aux=True)
     found = locate_jax(gradients, jnp.float32(1), INPUTS)
     assert (found.kind, found.operation, found.is_auxiliary) == ("backward", "sqrt", False)
+
+
+def test_a_line_of_an_installed_package_has_the_users_line_that_led_to_it():
+    installed, package = "/usr/lib/site-packages/their.py", {}
+    exec(compile("def loss(log, x):\n    return log(x).mean()", installed, "exec"), package)
+
+    @jax.jit
+    def step(x):
+        return package["loss"](jnp.log, x * 0)  # HERE
+
+    assert locate_jax(step, INPUTS).line == f"{installed}:2 (called from {line_of(step)})"

@@ -1,9 +1,12 @@
 """The judge of where an Inf or NaN began, on operations of NumPy."""
 
+from inspect import currentframe
+
 import numpy as np
 
 from gradscaler.diagnose._graph.site import Site
 from gradscaler.diagnose._seams.judge import Judge, Owned
+from tests.support.marked_lines import lines_marked_in
 
 LOG, EXP = Site("log", "train.py:3"), Site("exp", "train.py:4")
 
@@ -78,3 +81,12 @@ def test_a_copy_that_was_not_seen_is_that_of_its_values():
     assert judge.origin_of_copy(made[1:].copy()).operation == "exp"
     assert judge.origin_of_copy(np.concatenate([made, np.float32([7])])).operation == "exp"
     assert judge.origin_of_copy(np.float32([5, np.inf])) is None
+
+
+def test_a_line_of_an_installed_package_has_the_users_line_that_led_to_it():
+    installed = "/usr/lib/site-packages/their.py"
+    package = {}
+    exec(compile("def call(function):\n    return function()", installed, "exec"), package)
+    judge = Judge({}, [])
+    site = package["call"](lambda: judge.site_at(currentframe().f_back, "log"))  # calls
+    assert site.line == f"{installed}:2 (called from {lines_marked_in(__file__)('calls')})"

@@ -115,9 +115,13 @@ def is_own(frames: Iterable[Frame]) -> bool:
 
 
 def users_line(frames: Iterable[tuple[str, int]]) -> str | None:
-    """The first line that is neither a framework's nor gradscaler's; frames are (file, number)."""
-    lines = (shown_line(*frame) for frame in frames if _whose(frame[0]) == "user")
-    return next(lines, None)
+    """The first line that is neither a framework's nor gradscaler's; frames are (file, number).
+
+    The frames are innermost first. A line of an installed package has the user's beside it.
+    """
+    calls = (Frame(file, number, "") for file, number in frames)
+    first = next((each for each in calls if _whose(each.file) == "user"), None)
+    return None if first is None else _with_caller(first, calls)
 
 
 def is_of_users_file(filename: str) -> bool:

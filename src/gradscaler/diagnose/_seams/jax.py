@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from gradscaler.diagnose._gradients.arrays import dtype_name
-from gradscaler.diagnose._graph.call_site import users_line
+from gradscaler.diagnose._graph.call_site import is_of_users_file, users_line
 from gradscaler.diagnose._graph.site import Site
 from gradscaler.diagnose._operations.rows import canonical, row_of
 from gradscaler.diagnose._record.located import BadGradient, Located
@@ -273,9 +273,10 @@ def _call_of(equation: Equation) -> tuple[str | None, str | None]:
     """
     traceback = equation.source_info.traceback
     called = _known(str(equation.params.get("name")))  # of a function that is compiled
-    for frame in () if traceback is None else traceback.frames:
-        line = users_line([(frame.file_name, frame.line_num)])
-        if line is not None:
+    frames = iter(() if traceback is None else traceback.frames)
+    for frame in frames:
+        if is_of_users_file(frame.file_name):
+            line = users_line((each.file_name, each.line_num) for each in (frame, *frames))
             return line, None if called == canonical(equation.primitive.name) else called
         called = _known(frame.function_name) or called
     return None, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from traceback import walk_stack
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +19,7 @@ from gradscaler.diagnose._gradients.reading import (
     read,
     rows_of,
 )
-from gradscaler.diagnose._graph.call_site import users_line
+from gradscaler.diagnose._graph.call_site import is_of_users_file, users_line
 from gradscaler.diagnose._graph.masks import ADDS_UP, FILLS, TAKES_MASKS, Value, result
 from gradscaler.diagnose._graph.site import Site, located_at
 from gradscaler.diagnose._operations.operation import Role
@@ -98,7 +99,10 @@ class Judge:
         owner: tuple[str, Any] | None = None
         while frame is not None:
             code = frame.f_code
-            if line is None and (line := users_line([(code.co_filename, frame.f_lineno)])) is None:
+            if line is None and is_of_users_file(code.co_filename):
+                calls = walk_stack(frame)
+                line = users_line((each.f_code.co_filename, number) for each, number in calls)
+            elif line is None:
                 function = canonical(code.co_name)
                 is_known = row_of(function) is not None and function not in MOVES
                 operation = function if is_known else operation
