@@ -24,9 +24,9 @@ class _Epoch:
     batch: int = 0  # when it was last asked
 
 
-_open = ByIdentity[_Epoch]()  # by iterators
+_open = ByIdentity[_Epoch | None]()  # by iterators
 _counts = ByIdentity[int]()  # epochs, by loaders
-_latest = ByIdentity[_Epoch]()  # the one that fed the latest loss
+_latest = ByIdentity[_Epoch | None]()  # the one that fed the latest loss
 
 
 def noting(iterate: Callable[..., Any]) -> Any:
