@@ -258,7 +258,7 @@ def on_a_full_disk(path):
 
 
 def test_a_full_disk_ends_the_file_after_a_whole_line_with_one_warning(on_a_full_disk, path):
-    result = on_a_full_disk(1200)
+    result = on_a_full_disk(1300)
     assert result.returncode == 0
     assert result.stderr.count("RuntimeWarning: This process writes no more lines") == 1
     assert str(path) in result.stderr
