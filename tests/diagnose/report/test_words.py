@@ -39,7 +39,7 @@ def test_what_was_not_seen_has_no_panel(texts_of):
         assert ">Loss<" not in text
         assert "\nloss  " not in text
         assert "gradient norm" in text.lower()
-        assert "normal" not in text
+        assert "subnormal" not in text
 
 
 def test_numbers_that_are_never_finite_are_marked(texts_of):
