@@ -3,7 +3,8 @@
     python docs/gallery.py FOLDER
 
 Each is on a short training, most of them from examples/torch_stuck.py. The build of the site calls
-this, so the reports are those of today.
+this, so the reports are those of today. Those of other frameworks are drawn from run files in
+docs/gallery, which reports.py makes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from gradscaler.torch import GradScaler
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
+from reports import reports
 from torch_stuck import TRAININGS, train
 
 # Trains, with run files in a folder.
@@ -40,6 +42,17 @@ ENTRY = """\
 ```
 
 <a href="gallery/{kind}.html">The report</a>
+"""
+OF_OTHERS = """\
+### {title}
+
+[The training, and its repair](reports.md#{name})
+
+```text
+{verdict}
+```
+
+<a href="gallery/{name}.html">The report</a>
 """
 
 
@@ -112,6 +125,13 @@ def main(target: Path) -> None:
                 verdict=run.verdict.text,
             )
         )
+    print("## In other frameworks\n")
+    for each in reports():
+        if each.run.exists():
+            run, name = read_run(each.run), each.run.stem
+            report.write(run, target / f"{name}.html")
+            text = run.verdict.text
+            print(OF_OTHERS.format(title=each.title, name=name, verdict=text))
 
 
 if __name__ == "__main__":

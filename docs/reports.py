@@ -3,7 +3,8 @@
 make reports
 
 A new report needs its training, and an empty text block below it. ``reports.py FRAMEWORK`` runs
-those of one framework, which a line above the training names if it is not PyTorch.
+those of one framework, which a line above the training names if it is not PyTorch, and keeps their
+run files for the gallery.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from unittest import mock
 from gradscaler.__main__ import main as gradscaler_command
 
 PAGE = Path(__file__).with_name("reports.md")
+RUNS = Path(__file__).with_name("gallery")
 SCRIPT = "train.py"
 PARTS = re.compile(
     r"^(?:<!-- framework: (?P<framework>\w+) -->\n)?^```python\n(?P<code>.*?)^```\n"
@@ -67,6 +69,12 @@ class Report(NamedTuple):
     said: str
     change: str
 
+    @property
+    def run(self) -> Path:
+        """Its run file, under the name that the site gives its heading."""
+        name = re.sub(r"[^\w -]", "", self.title.lower()).replace(" ", "-")
+        return RUNS / f"{name}.jsonl"
+
     def repaired(self) -> str:
         """The training with its repair."""
         code = self.code
@@ -97,26 +105,27 @@ def reports() -> list[Report]:
     ]
 
 
-def said_of(code: str, framework: str) -> str:
+def said_of(code: str, framework: str, run: Path | None = None) -> str:
     """The error and the verdict of a training under ``gradscaler run``.
 
-    Outside of PyTorch it may propose a second command, whose verdict follows.
+    Outside of PyTorch it may propose a second command, whose verdict follows. Its run file is kept
+    if a path is given. Keras' fit may have none.
     """
     for name in IMPORTED[framework]:
         import_module(name)
-    said, printed = _said_by([], code, framework)
+    said, printed = _said_by([], code, framework, run)
     every = PROPOSED.finditer(printed)  # one for each optimizer
     proposed = min(every, key=lambda found: int(found[1]), default=None)
     if framework == "torch" or proposed is None:
         return said
     options = ["--watch", proposed[1]]
-    again, _ = _said_by(options, code, framework)
+    again, _ = _said_by(options, code, framework, run)
     command = f"python -m gradscaler run {' '.join(options)} {SCRIPT}"
     return f"{said}{proposed[0]}\n$ {command}\n{again}"
 
 
 def _said_by(
-    options: Sequence[str], code: str, framework: str
+    options: Sequence[str], code: str, framework: str, run: Path | None
 ) -> tuple[str, str]:
     """What the page shows of a command, and all that it printed on stderr."""
     # The child would remove a TemporaryDirectory at its exit.
@@ -127,6 +136,9 @@ def _said_by(
         _train(folder, options, framework)
     os.waitpid(process, 0)
     printed = Path(folder, "stderr").read_text()
+    files = [*Path(folder).glob("**/*.jsonl")]
+    if run is not None and len(files) == 1:
+        shutil.copyfile(files[0], run)
     shutil.rmtree(folder)
     errors = [
         textwrap.fill(error, 100, subsequent_indent="  ") + "\n"
@@ -169,7 +181,11 @@ def _run(options: Sequence[str], framework: str) -> None:
 def main(framework: str = "torch") -> None:
     """Write the page with what is said of each training of a framework today."""
     own = [each for each in reports() if each.framework == framework]
-    today = [said_of(each.code, framework) for each in own]
+    others = framework != "torch"
+    today = [
+        said_of(each.code, framework, each.run if others else None)
+        for each in own
+    ]
     page = PAGE.read_text(encoding="utf-8")
     for report, said in zip(own, today, strict=True):
         before = f"{report.code}```\n\n```text\n{report.said}```\n"

@@ -112,3 +112,20 @@ def test_of_several_numbers_the_one_that_is_named_so_is_the_loss(tmp_path, is_na
     losses = list(read_run(file).losses.values())
     assert losses[-1:] == ([float(numbers["loss"])] if is_named else [])
     assert ("Neither gradients nor losses were seen" in watch.verdict.text) != is_named
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "float8_e5m2"])
+def test_numbers_whose_squares_leave_their_dtype_are_finite(tmp_path, dtype):
+    largest = jnp.finfo(dtype).max
+
+    def step(weights, held, by):
+        loss, gradients = jax.value_and_grad(lambda w: jnp.sum(w * w) * by)(weights)
+        return weights - 0.1 * gradients, held + jnp.asarray(by - 1, held.dtype), loss
+
+    with gradscaler.watch(tmp_path) as watch:
+        weights, held, take = jnp.ones(3), jnp.full((2, 3), largest, dtype), jax.jit(step)
+        for _ in range(3):
+            weights, held, _ = take(weights, held, 1.0)
+        assert watch.verdict.kind == "normal"
+        take(weights, held, jnp.nan)
+    assert "step 4 was applied" in watch.verdict.text

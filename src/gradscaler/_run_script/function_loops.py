@@ -7,9 +7,10 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial, update_wrapper
 from types import MethodType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -53,7 +54,9 @@ class FunctionLoops:
         self._calling: list[_Watched] = []  # the functions that are running, the inner last
         self._num_steps: Counter[object] = Counter()  # by the key of a run
         self._taken: list[Any] | None = None  # results with gradients, of a step that is run again
-        self._look: Function = self._jax.jit(_look)
+        jit = self._jax.jit
+        self._look = jit(partial(_look, _sum_of_squares))
+        self._look_exactly, self._are_same = jit(partial(_look, _itself)), jit(_are_same)
 
     def start(self) -> None:
         """Watch this process from now on."""
@@ -151,9 +154,7 @@ class FunctionLoops:
         leaves = [(path, made[at]) for path, at in places.floating]
         is_there = not any(getattr(each, "is_deleted", bool)() for each in before)
         pairs = [(before[old], made[new]) for old, new in places.changed if is_there]
-        # At once: an array of JAX gives its numbers one by one, each by a program of its own.
-        look = self._look([leaf for _, leaf in leaves], pairs)
-        *finite, is_same = np.asarray(look).tolist()
+        finite, is_same = self._look_at([leaf for _, leaf in leaves], pairs, places)
         # A number is a loss or a metric; only a model of numbers alone has parameters of that kind.
         has_arrays = any(leaf.ndim for _, leaf in leaves)
         all_bad = [pair for pair, is_ok in zip(leaves, finite, strict=True) if not is_ok]
@@ -161,7 +162,7 @@ class FunctionLoops:
         bad = [(path, leaf) for path, leaf in all_bad if leaf.ndim or not has_arrays]
         again = _unnoticed(partial(watched.of, **kwargs), watched.users)
         run = self._runs.open[watched.key]
-        is_left_out = bool(is_same) and self._is_left_out(watched, run, again, args)
+        is_left_out = is_same and self._is_left_out(watched, run, again, args)
         watched.has_moved |= bool(pairs) and not is_same
         states = watched.states_in(before, leaves)
         others = [made[at] for path, at in places.others if path not in states]
@@ -170,6 +171,25 @@ class FunctionLoops:
             self._named(bad, watched, args, results) if bad and not is_left_out else {},
             (lambda: (again, *args)) if is_there and not is_left_out else None,
         )
+
+    def _look_at(
+        self, leaves: list[Array], pairs: list[tuple[Array, Array]], places: _Places
+    ) -> tuple[list[bool], bool]:
+        """Whether each array is finite, and whether all pairs are equal, of which there are some.
+
+        It is one program and one answer, as an array of JAX gives its numbers one by one, each by
+        a program of its own. Where that is in doubt, a second one reads more.
+        """
+        witness = pairs[places.witness] if pairs else None
+        look = self._look if places.are_on_one else self._look_exactly
+        *finite, is_same = np.asarray(look(leaves, witness)).tolist()
+        if not all(finite) and places.are_on_one:  # or a sum of squares was Inf
+            *finite, _ = np.asarray(self._look_exactly(leaves, None)).tolist()
+        if is_same:
+            same = np.asarray(self._are_same(pairs)).tolist()
+            is_same = all(same)
+            places.witness = 0 if is_same else same.index(False)
+        return finite, is_same
 
     def _is_left_out(self, watched: _Watched, run: WatchedRun, step: Function, args: Any) -> bool:
         """Whether a step that changed no weights left them for an Inf or NaN; the run notes it.
@@ -202,7 +222,8 @@ class FunctionLoops:
                 places = ((given[key][0] + each, at + each) for each in range(len(leaves)))
                 changed += [pair for pair in places if _is_array(leaves[pair[1] - at])]
         others = [each for each in floating if _place(each[0], results)[0] not in states]
-        return _Places(floating, others, changed)
+        devices = (getattr(leaf, "devices", set)() for _, leaf in paths)
+        return _Places(floating, others, changed, all(len(each) < 2 for each in devices))
 
     def _each(self, watched: _Watched, values: Any) -> Iterator[tuple[Any, int, list[Any]]]:
         """The structure of each value, the place of its first leaf among all, and its leaves."""
@@ -266,18 +287,23 @@ class FunctionLoops:
         return {in_states.get(id(leaf)) or name(path): leaf for path, leaf in leaves}
 
 
-class _Places(NamedTuple):
+@dataclass
+class _Places:
     """Where numbers are among the leaves of a step's arguments and results.
 
     Attributes:
         floating: the paths and the places of the results that are floating-point numbers.
         others: those of them that take the place of no argument.
         changed: the places of arrays of arguments, and of the results that take theirs.
+        are_on_one: whether each result is on one device, so that its squares add up there.
+        witness: which pair of those a step has changed, as the next one most likely does.
     """
 
     floating: list[tuple[Any, int]]
     others: list[tuple[Any, int]]
     changed: list[tuple[int, int]]
+    are_on_one: bool
+    witness: int = 0
 
 
 def _watched(function: Function, of: Function, takes_gradient: bool) -> _Watched | None:
@@ -389,21 +415,27 @@ def _place(path: Any, results: Any) -> tuple[int, Any]:
     return (0, path) if _items(results) is not results else (path[0].idx, path[1:])
 
 
-def _look(leaves: list[Array], pairs: list[tuple[Array, Array]]) -> Any:
-    """Whether each array is finite, and at the end whether both of each pair are equal.
-
-    Most steps change the first row of an array, and then no more of a pair is read.
-    """
+def _look(part: Function, leaves: list[Array], pair: tuple[Array, Array] | None) -> Any:
+    """Whether a part of each array is finite, and at the end whether both of a pair are equal."""
     numpy: Any = sys.modules["jax.numpy"]
+    same = numpy.asarray(False) if pair is None else _is_same(*pair)
+    return numpy.stack([*(numpy.isfinite(part(each)).all() for each in leaves), same])
 
-    def are_same(first: bool) -> Any:
-        rows = [(0,) * (old.ndim - 1) if first else ... for old, _ in pairs]
-        same = [(old[at] == new[at]).all() for (old, new), at in zip(pairs, rows, strict=True)]
-        return numpy.stack(same).all()
 
-    same: Any = False
-    if pairs:
-        same = sys.modules["jax"].lax.cond(
-            are_same(True), partial(are_same, False), lambda: numpy.asarray(False)
-        )
-    return numpy.stack([*(numpy.isfinite(each).all() for each in leaves), numpy.asarray(same)])
+def _sum_of_squares(array: Array) -> Any:
+    """A number that is finite only if all are. XLA asks each of them in three times its time."""
+    numpy: Any = sys.modules["jax.numpy"]
+    is_narrow = array.dtype.itemsize < 4
+    return numpy.vdot(array, array, preferred_element_type="float32" if is_narrow else None)
+
+
+def _itself(array: Array) -> Array:
+    return array
+
+
+def _are_same(pairs: list[tuple[Array, Array]]) -> Any:
+    return sys.modules["jax.numpy"].stack([_is_same(*each) for each in pairs])
+
+
+def _is_same(old: Array, new: Array) -> Any:
+    return (old == new).all()
