@@ -108,6 +108,18 @@ def test_the_file_has_the_epoch_and_the_batch_of_a_step(tmp_path, kind, options)
     assert read_run(file).batches == (of_epochs if kind is torch.utils.data.DataLoader else {})
 
 
+def test_a_loader_that_is_gone_while_its_batches_are_given_has_no_epoch(tmp_path):
+    with gradscaler.watch(tmp_path, every=1):
+        model, optimizer = network()
+        for batch in torch.utils.data.DataLoader(list(torch.ones(8, 4)), 4):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+    (file,) = tmp_path.glob("*.jsonl")
+    run = read_run(file)
+    assert (run.num_steps, run.batches) == (2, {})
+
+
 def test_the_first_step_has_its_line_where_the_loop_turns_the_anomaly_mode_off(tmp_path):
     with gradscaler.watch(tmp_path) as watch:
         model, optimizer = network()

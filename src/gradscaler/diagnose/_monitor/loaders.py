@@ -59,6 +59,8 @@ def fed() -> tuple[int, int] | None:
     The batch is of the one iterator of this thread that has given one since the loss before. If
     none has, one batch feeds several losses; if several have, it is not known which of them feeds.
     """
+    if not _open:
+        return None
     moved = []
     for iterator in _open:
         epoch, batch = _open.get(iterator, None), getattr(iterator, "_num_yielded", 0)
@@ -69,9 +71,10 @@ def fed() -> tuple[int, int] | None:
         _latest.clear()
     if len(moved) == 1 and moved[0][1].is_known:
         ((iterator, epoch),) = moved
-        _latest[iterator] = epoch
         loader = epoch.loader()
         if not epoch.number and loader is not None:
             epoch.number = _counts[loader] = _counts.get(loader, 0) + 1
+        if epoch.number:  # else its loader is gone, and which epoch it is, unknown
+            _latest[iterator] = epoch
     latest = (_latest.get(iterator, None) for iterator in _latest)
     return next(((e.number, e.batch) for e in latest if e and e.thread == get_ident()), None)
