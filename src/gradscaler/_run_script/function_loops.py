@@ -222,7 +222,7 @@ class FunctionLoops:
                 places = ((given[key][0] + each, at + each) for each in range(len(leaves)))
                 changed += [pair for pair in places if _is_array(leaves[pair[1] - at])]
         others = [each for each in floating if _place(each[0], results)[0] not in states]
-        devices = (getattr(leaf, "devices", set)() for _, leaf in paths)
+        devices: Iterator[set[Any]] = (getattr(leaf, "devices", set)() for _, leaf in paths)
         return _Places(floating, others, changed, all(len(each) < 2 for each in devices))
 
     def _each(self, watched: _Watched, values: Any) -> Iterator[tuple[Any, int, list[Any]]]:

@@ -141,12 +141,12 @@ def in_loss(operation, num_inf=3, largest=6e4, dtype="float16", size=64):
         (in_loss("square", largest=1e30, dtype="bfloat16"), "leave the range of float32"),
         (in_loss("exp"), "exponential of more than 11 leaves float16"),
         (in_loss("exp", dtype="float32"), "exponential of more than 88 leaves float32"),
-        (in_loss("log"), "logsigmoid); an eps or clamp below 3e-8 is 0: take"),
+        (in_loss("log"), "logsigmoid); an eps/min below 3e-8 is 0: take"),
         (in_loss("log", dtype="float32"), "log_softmax, logsigmoid)."),
         (in_loss("log", num_inf=0), "the input of the logarithm is negative"),
         (in_loss("log2", num_inf=0, dtype="float32"), "a clamp would only hide"),
         (replace(in_loss("log"), num_nan=0), "is 0: clamp it to a small number, or take logits"),
-        (replace(in_loss("log"), num_nan=0), "an eps or clamp below 3e-8 is 0: take"),
+        (replace(in_loss("log"), num_nan=0), "an eps/min below 3e-8 is 0: take"),
         (
             replace(in_loss("log", largest=0.0, dtype="float32"), num_nan=0),
             "logsigmoid); all of it is 0: look first at what makes it so",
@@ -207,7 +207,7 @@ def slope_of(operation, dtype="float16"):
     ("located", "words"),
     [
         (slope_of("matmul"), "this gradient leaves float16, which ends at 65504: normalize"),
-        (slope_of("sqrt"), "Inf, also in where()'s other branch; an eps or clamp below 3e-8 is 0"),
+        (slope_of("sqrt"), "Inf, also in where()'s other branch; an eps/min below 3e-8 is 0"),
         (slope_of("sqrt", "float32"), "its slope at 0 is Inf, also in where()'s other branch."),
         (slope_of("log1p", "bfloat16"), "bfloat16 rounds 1 - 1e-6 to 1: take 1 - 2**-8, or"),
         (slope_of("log1p", "float32"), "clamp its input to at least -1 + 1e-6, as its slope at -1"),

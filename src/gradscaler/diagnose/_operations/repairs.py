@@ -21,7 +21,7 @@ def _in_bfloat16(seen: Seen) -> bool:
 # Appended to others.
 _WHERE = Repair(", also in where()'s other branch", lambda seen: seen.is_backward)
 # 1 / 1e-5 is beyond float16's 65504.
-_LOST_EPS = Repair("; an eps or clamp below 3e-8 is 0: take 1e-4", _in_float16)
+_LOST_EPS = Repair("; an eps/min below 3e-8 is 0: take 1e-4", _in_float16)
 _LOST_1 = Repair("; bfloat16 rounds 1 - 1e-6 to 1: take 1 - 2**-8, or float32", _in_bfloat16)
 _LOST_BESIDE_1 = Repair("; compute it in float32, as 1 - 1e-3 is 1 in bfloat16", _in_bfloat16)
 _AT_0 = _WHERE, _LOST_EPS
