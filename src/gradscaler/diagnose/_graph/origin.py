@@ -209,8 +209,9 @@ def _is_risky(edge: _Edge, values: Values) -> bool:
 
     No division by 1 or more does, and no exponential makes a NaN.
     """
-    node, operation, made = edge[0], operation_of(edge[0]), values.tensor(*edge)
-    if operation in _EXPONENTIATES and made is not None and bool(made.isnan().any()):
+    node, operation = edge[0], operation_of(edge[0])
+    made = values.tensor(*edge) if operation in _EXPONENTIATES else None
+    if made is not None and bool(made.isnan().any()):
         return False
     divisor = smallest_divisor(node, values)
     return operation in RISKY and not (divisor is not None and divisor >= 1)
