@@ -112,3 +112,10 @@ def test_a_mask_that_leaves_out_one_row_is_of_the_softmax():
     mask[3] = -math.inf
     found = located(((hidden() + mask).softmax(1) @ torch.ones(4, 4)).sum())
     assert (found.kind, found.operation) == ("forward", "softmax")
+
+
+@pytest.mark.parametrize(("old", "operation"), [(math.nan, "sub"), (-1e3, "exp")])
+def test_a_nan_that_an_exponential_was_given_is_not_of_the_exponential(old, operation):
+    chosen = hidden().log_softmax(1)[:, 0]
+    found = located((chosen - torch.tensor([old] + [0.0] * 7)).exp().sum())
+    assert found.operation == operation
