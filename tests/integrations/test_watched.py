@@ -13,10 +13,11 @@ SCRIPT = Path(__file__).with_name("trainers.py")
 LINE = Path(lines_marked_in(str(SCRIPT))("fails")).name
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory):
-    """What the script prints with and without, and what is said of it."""
-    return run_both(SCRIPT, folder=tmp_path_factory.mktemp("trainers"), PYTHONHASHSEED="0")
+@pytest.fixture(scope="module", params=["1", "3"])
+def printed(request, tmp_path_factory):
+    """What the script prints with and without, and what is said of it, if a step fails."""
+    folder = tmp_path_factory.mktemp("trainers")
+    return run_both(SCRIPT, request.param, folder=folder, PYTHONHASHSEED="0")
 
 
 def test_weights_and_random_numbers_are_equal(printed):

@@ -194,8 +194,6 @@ IN_LAYERS = {
     "backward": (Root, ("backward", "root", "sqrt", "Root")),
     "in another": (Block, ("forward", "block.inner", "log", "Log")),
 }
-# PyTorch knows no layers of Keras, but their parameters: a model is one module to it.
-SEES_LAYERS = BACKEND != "torch"
 
 
 @pytest.mark.parametrize("which", IN_LAYERS)
@@ -205,8 +203,7 @@ def test_a_layer_of_the_user_s_own_is_named(which):
     model = make(layer())
     found = locate(model, step_of(model, ops.mean))
     assert found.line == line_of(Log if layer is Block else layer)
-    if SEES_LAYERS:
-        assert (found.kind, found.module, found.operation, found.type) == expected
+    assert (found.kind, found.module, found.operation, found.type) == expected
 
 
 def test_an_operation_in_a_layer_of_keras_has_the_line_of_the_call():
@@ -215,8 +212,7 @@ def test_an_operation_in_a_layer_of_keras_has_the_line_of_the_call():
     found = locate(model, step_of(model, ops.mean))
     assert found.operation == "matmul"
     assert found.line.startswith(str(Path(__file__).relative_to(Path.cwd())))
-    if SEES_LAYERS:
-        assert (found.module, found.type) == ("last", "Dense")
+    assert (found.module, found.type) == ("last", "Dense")
 
 
 def test_the_rows_of_a_batch_that_hold_a_nan_are_named():

@@ -96,16 +96,24 @@ def _public(function: str) -> str | None:
 def stack_from(frame: FrameType | None) -> tuple[list[Frame], list[Any]]:
     """The calls of a thread from a frame on, and the modules of PyTorch in them, innermost first.
 
-    PyTorch's compiler wraps a module in one of its own, which is left out.
+    PyTorch's compiler wraps a module in one of its own, which is left out. A layer of Keras is a
+    module, too, with a call of its own.
     """
-    call = unwrap(sys.modules["torch"].nn.Module.__call__).__code__
+    kinds = [sys.modules["torch"].nn.Module, *keras_layers()]
+    ways_in = {getattr(unwrap(kind.__call__), "__code__", None) for kind in kinds}
     calls, modules = [], []
     while frame is not None:
         calls.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        if frame.f_code is call:
+        if frame.f_code in ways_in:
             modules.append(frame.f_locals["self"])
         frame = frame.f_back
     return calls, [each for each in modules if not type(each).__module__.startswith("torch._")]
+
+
+def keras_layers() -> list[Any]:
+    """The class of Keras' layers, if Keras is imported."""
+    found = getattr(getattr(sys.modules.get("keras"), "layers", None), "Layer", None)
+    return [] if found is None else [found]
 
 
 def is_own(frames: Iterable[Frame]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import takewhile
 from types import FrameType
@@ -35,18 +35,31 @@ _ownerless: WeakValueDictionary[int, Any] = WeakValueDictionary()
 class Places:
     """The places of nodes in a model, which may be None.
 
+    Args:
+        model: the model.
+        modules: its modules by name, if other names than PyTorch's are shown.
+        owned: parameters that are not the modules' own for PyTorch: each with the name of its
+            module, and its own name there.
+
     Attributes:
         running: the modules in which a node was made, innermost first, as far as that was seen.
     """
 
-    def __init__(self, model: Module | None) -> None:
-        self._modules: dict[str, Module] = {} if model is None else dict(model.named_modules())
+    def __init__(
+        self,
+        model: Module | None,
+        modules: Mapping[str, Module] | None = None,
+        owned: Iterable[tuple[Tensor, str, str]] = (),
+    ) -> None:
+        self._modules = dict(modules or ([] if model is None else model.named_modules()))
         self.running: dict[Node, Sequence[Module]] = {}
         self._names = {module: name for name, module in self._modules.items()}
         self._owners: dict[int, tuple[str, str]] = {}  # by the id or the memory of a tensor
         for name, module in self._modules.items():
             for key, tensor in _own_tensors(module):
                 self._owners |= {id(tensor): (name, key), memory_of(tensor): (name, key)}
+        for tensor, name, key in owned:
+            self._owners |= {id(tensor): (name, key), memory_of(tensor): (name, key)}
         named = () if model is None else model.named_parameters()
         self._loose = {id(p): ("", name) for name, p in named if id(p) not in self._owners}
 

@@ -30,10 +30,11 @@ class Search(module_calls.CallListener):
 
     Args:
         model: the model, which names the places.
+        names: other names than PyTorch's, as ``Places`` takes them.
     """
 
-    def __init__(self, model: Module) -> None:
-        self._places = Places(model)
+    def __init__(self, model: Module, **names: Any) -> None:
+        self._places = Places(model, **names)
         self._lines = Tracebacks()
         self._origins = CallOrigins(self._places, of_all=True)
         self._calls = _Calls(weakly(self._see))

@@ -91,8 +91,7 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
             return context.run(locate_closure, closure, layers, parameters)
         seam, left_as_it_was = _seam_of(model)
         with left_as_it_was:
-            located = context.run(locate_in, seam, closure)
-    return of_keras.with_layer(located, model) if is_keras else located
+            return context.run(locate_in, seam, closure)
 
 
 class Seam(Protocol):
@@ -127,9 +126,12 @@ def _seam_of(model: Module) -> tuple[Seam, AbstractContextManager[None]]:
     mindspore: Any = sys.modules.get("mindspore")
     if mindspore is not None and isinstance(model, mindspore.nn.Cell):
         return on_mindspore.Seam(model), on_mindspore.left_as_it_was(model)
-    if of_keras.is_keras(model) and of_keras.backend_of(model) == "tensorflow":
+    if of_keras.is_keras(model):
         layers, parameters = of_keras.layers_of(model), of_keras.parameters_of(model)
-        return TensorFlowSeam(layers, parameters), nullcontext()
+        if of_keras.backend_of(model) == "tensorflow":
+            return TensorFlowSeam(layers, parameters), nullcontext()
+        owned = [(each.tensor, each.module, each.name) for each in parameters]
+        return Search(model, modules=layers, owned=owned), _left_as_it_was(model)
     framework = framework_of(model)
     if framework.__name__ != "torch":
         return seam_of(model), _left_as_it_was(model)

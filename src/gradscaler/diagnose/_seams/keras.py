@@ -5,11 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._seams.judge import Owned
 
 Model = Any
@@ -59,19 +57,6 @@ def parameters_of(model: Model) -> list[Owned]:
             own = variable.name.partition(":")[0].rpartition("/")[2]
             found[id(variable)] = Owned(_value(variable), name, type(layer).__name__, own)
     return list(found.values())
-
-
-def with_layer(located: Located | None, model: Model) -> Located | None:
-    """What was located, with the layer of its parameter, which PyTorch knows by its path alone."""
-    if located is None or "/" not in (located.parameter or ""):
-        return located
-    path = str(located.parameter).rpartition(".")[2]
-    paths = {id(_value(each)): each.path for each in model.variables}
-    owned = (each for each in parameters_of(model) if paths.get(id(each.tensor)) == path)
-    found = next(owned, None)
-    if found is None:
-        return located
-    return replace(located, module=found.module, type=found.type, parameter=found.name)
 
 
 @contextmanager
