@@ -14,6 +14,7 @@ from gradscaler.diagnose import exponents, inspect, locate
 
 # Users see counts only, and not the elements that are counted.
 from gradscaler.diagnose._gradients.arrays import sample_of, to_numpy
+from gradscaler.diagnose._gradients.reading import are_finite
 
 FRAMEWORK = os.environ.get("GRADSCALER_FRAMEWORK", "numpy")
 TORCH_LIKE = ("torch", "tensorplay")
@@ -74,6 +75,18 @@ def test_inspect_names_the_arrays_that_are_not_finite(dtype):
     gradients = {"fine": make(VALUES[:1], dtype), "bad": make(VALUES, dtype)}
     largest = float(as_in(dtype)[1, 0])
     assert inspect(gradients) == (NonfiniteGradient("bad", (2, 4), dtype, 2, 1, largest),)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_sum_of_squares_is_finite_only_if_each_number_is(dtype, bad):
+    fine = make(VALUES[:1], dtype)
+    assert are_finite([fine, None, fine])
+    assert not are_finite([fine, make(np.float32([3, bad, 0]), dtype)])
+
+
+def test_numbers_whose_squares_overflow_are_not_told_apart_from_an_inf():
+    assert not are_finite([make(np.float32([1e30]), "float32")])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

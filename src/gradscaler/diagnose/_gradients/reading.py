@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
@@ -98,15 +99,39 @@ def read(array: Array) -> Reading:
     return Reading("finite")
 
 
+def are_finite(arrays: Iterable[Array]) -> bool:
+    """Whether the sum of squares of each array is finite, in a tenth of the time of a reading.
+
+    False does not say that one holds an Inf or a NaN: squares overflow, too.
+    """
+    with suppress(Exception), np.errstate(all="ignore"):
+        present = (each for each in arrays if each is not None)
+        return all(math.isfinite(_sum_of_squares(each)) for each in present)
+    return False
+
+
+def _sum_of_squares(array: Array) -> float:
+    paddle: Any = sys.modules.get("paddle")
+    if paddle is not None and isinstance(array, paddle.Tensor) and array.is_dense():
+        wide = array.detach()  # squares of float16 would overflow
+        wide = wide if dtype_name(wide) == "float64" else wide.astype("float32")
+        return float(paddle._C_ops.squared_l2_norm(wide).item())  # with no copy to the host
+    values = to_numpy(array).ravel()
+    if values.dtype != np.float64:
+        values = values.astype(np.float32, copy=False)
+    return float(np.dot(values, values))
+
+
 def largest(array: Array, masks: bool = False) -> float:
     """An array's largest magnitude; Inf or NaN if it holds one. With ``masks``, -inf is ignored."""
     array = local(array)
     if 0 in np.shape(array):
         return 0.0
-    # Paddle lacks abs() in float16 on CPU.
-    is_torch_like = hasattr(array, "detach") and not hasattr(array, "is_selected_rows")
-    is_odd = dtype_name(array).startswith(("float8", "complex"))
-    if is_torch_like and not is_odd and not array.is_sparse:
+    # Paddle lacks abs() in float16 on CPU, and TensorPlay takes a hundred times NumPy's time.
+    torch: Any = sys.modules.get("torch")
+    is_torch = torch is not None and isinstance(array, torch.Tensor)
+    is_odd = is_torch and (array.is_complex() or dtype_name(array).startswith("float8"))
+    if is_torch and not is_odd and not array.is_sparse:
         found = float(array.detach().abs().max())
     else:
         found = float(np.abs(to_numpy(array)).max(initial=0.0))

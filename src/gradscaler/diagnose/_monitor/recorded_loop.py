@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradscaler.diagnose._gradients.arrays import Array
-from gradscaler.diagnose._gradients.reading import inspect, read
+from gradscaler.diagnose._gradients.reading import are_finite, inspect, read
 from gradscaler.diagnose._monitor.recorder import RecordedStep, Recorder
 from gradscaler.diagnose._monitor.replay import Replay
 from gradscaler.diagnose._monitor.streaks import MOST_NONFINITE
@@ -87,7 +87,9 @@ class RecordedLoop(Recorder):
         self, step: RecordedStep, named: dict[str, Array] | None, replay: Replay | None
     ) -> None:
         """Add a step, and report it if its gradients are not finite."""
-        bad = {name: each for name, each in (named or {}).items() if read(each).bad}
+        bad = {}
+        if named and not are_finite(named.values()):
+            bad = {name: each for name, each in named.items() if read(each).bad}
         super()._add(step, named, None if bad else replay)
         if bad:
             found = inspect(bad)
