@@ -73,15 +73,17 @@ class BackwardLoops:
 
     def _see_optimizer(self, optimizer: Optimizer) -> None:
         """See the steps of an optimizer's class, and of those that it derives from."""
-        if self._runs.is_off:
+        is_eager = getattr(self._framework, "in_dynamic_mode", lambda: True)()  # Paddle's has two
+        if self._runs.is_off or not is_eager:
             return
         self._new.add(optimizer)
         if self._options.watch == 1 and not self._runs.open:
             self._watch_first()
         for kind in type(optimizer).__mro__:
-            if "step" in vars(kind) and kind not in self._classes:
+            if kind not in self._classes:
                 self._classes.add(kind)
-                self._see_steps_of(kind)
+                for name in {"step", "minimize"} & vars(kind).keys():  # Paddle has both
+                    self._see_steps_of(kind, name)
 
     def _watch_first(self) -> None:
         """See operations from here on, as the first run begins after its first forward pass."""
@@ -95,8 +97,8 @@ class BackwardLoops:
         if self._in_first is not None:
             self._in_first.stop()
 
-    def _see_steps_of(self, kind: Any) -> None:
-        step = kind.step
+    def _see_steps_of(self, kind: Any, name: str) -> None:
+        step = getattr(kind, name)
         before, after = guarded(self._before_step), guarded(self._after_step)
 
         @in_place_of(step)
@@ -107,7 +109,7 @@ class BackwardLoops:
             finally:
                 after(optimizer)
 
-        replace(kind, "step", seen)
+        replace(kind, name, seen)
 
     def _see_scaler(self, scaler: Any) -> None:
         if not self._runs.is_off and scaler.observed.is_enabled:
