@@ -93,6 +93,17 @@ def test_gradients_that_are_not_zeroed_are_told(watch, is_scaled, zeroed_after, 
     assert ("that the step before had used" in watch.verdict.text) == is_told
 
 
+def test_gradients_that_add_up_are_told_as_the_cause_of_a_divergence(watch):
+    parameters = library.parameters()
+    optimizer = library.sgd(parameters, lr=3.0)
+    for _ in range(90):
+        loss_of(parameters).backward()
+        optimizer.step()
+    kinds = [each.kind for each in watch.verdict.findings]
+    assert kinds[:2] == ["misuse", "divergence"]
+    assert "the sum of all gradients so far" in watch.verdict.text
+
+
 def test_a_model_of_before_keeps_its_gradients_and_is_not_told(tmp_path):
     earlier = library.model()
     loss_of(earlier.parameters()).backward()

@@ -81,7 +81,8 @@ def _findings_in(evidence: Evidence) -> Iterator[Finding]:
         return
     yield from _found([each for each in DETECTORS if roles[each] is Role.CAUSE], evidence)
     if cause is not None:
-        yield cause
+        summed = calls.unzeroed(evidence) if cause.kind == "divergence" else None
+        yield from [cause] if summed is None else [summed, cause]  # such a sum grows by itself
     yield from _found([each for each in DETECTORS if roles[each] is Role.BESIDE], evidence)
 
 

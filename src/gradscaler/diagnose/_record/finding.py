@@ -41,7 +41,9 @@ class Finding:
 
     @property
     def in_short(self) -> str:
-        """The headline and the place."""
+        """The headline and the place; the cause, if the headline could be of many mistakes."""
+        if self.kind == "misuse":
+            return self.cause.removesuffix(".")
         at = self.where or self.line
         return kind_of(self.kind).headline + (f" ({at})" if at else "")
 
