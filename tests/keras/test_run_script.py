@@ -86,6 +86,9 @@ def test_a_watched_step_names_the_row_of_the_batch_and_the_layer(printed):
         assert "holds Inf or NaN in row 8 of 16" in each
     assert "step 3 was applied" in plain
     assert "step 3 left the weights as they were" in scaled
+    ends = [each for each in in_step if "the first that is not finite" in each]
+    assert ["in row 8 of 16" in each for each in ends] == [True, True]
+    assert [each for each in in_step if "clip gradients" in each] == []
 
 
 def test_a_loss_scale_optimizer_of_keras_has_a_run_file(printed):

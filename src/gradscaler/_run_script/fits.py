@@ -147,11 +147,13 @@ class Fits:
             self._options.is_watched = True
             before_termination(self._end)
         is_scaled = isinstance(optimizer, self._keras.mixed_precision.LossScaleOptimizer)
-        self._losses[optimizer] = Losses(self._name, is_scaled, self._options)
-        self._to_end.append(self._losses[optimizer])
+        watch = None
         if self._options.watch is not None:
             self._options.has_watched = True
-            self._watched[optimizer] = FitWatch(self._name, self._options.watch, is_scaled)
+            watch = FitWatch(self._name, self._options.watch, is_scaled)
+            self._watched[optimizer] = watch
+        self._losses[optimizer] = Losses(self._name, is_scaled, self._options, watch)
+        self._to_end.append(self._losses[optimizer])
         if is_scaled:
             self._end_scaled()
             given = optimizer, model, self._files, self._options, _framework(self._name)
@@ -204,8 +206,10 @@ class Losses:
     may come first, and the model can be read only at the end of an epoch.
     """
 
-    def __init__(self, name: str, is_scaled: bool, options: argparse.Namespace) -> None:
-        self._name = name
+    def __init__(
+        self, name: str, is_scaled: bool, options: argparse.Namespace, watch: FitWatch | None
+    ) -> None:
+        self._name, self._watch = name, watch
         self._may_stop, self._is_scaled = options.stop and not is_scaled, is_scaled
         self._proposes_watch = options.watch is None and not is_scaled
         self._again, self._has_replicas = options.again, False
@@ -283,10 +287,15 @@ class Losses:
                 self._origin_of(self._num_steps + found.batch * bool(found.epoch)),
             )
             self._is_earlier = bool(before)
-        if is_first and not voice.tell(f"{found}. {_CURES}", *self._origin):
+        if is_first and not self._cause and not voice.tell(f"{found}. {_CURES}", *self._origin):
             self._advice = f" {_CURES}"
         if self._may_stop:
             raise SystemExit(STOPPED)
+
+    @property
+    def _cause(self) -> str:
+        """What a watched step has shown, as a sentence; empty if nothing."""
+        return "" if self._watch is None or self._watch.cause is None else f" {self._watch.cause}"
 
     def _origin_of(self, step: int) -> list[str]:
         """The line that proposes to watch a step."""
@@ -312,7 +321,7 @@ class Losses:
         if self._first is not None:
             first = f"{self._first}, the first that is not finite{self._weights}"
             lines = self._origin if self._advice or self._is_earlier else []
-            voice.conclude(f"{after}: {first}.{self._advice}", *lines)
+            voice.conclude(f"{after}: {first}.{self._cause or self._advice}", *lines)
         elif count and not self._is_scaled:
             voice.conclude(f"{after}: the losses are finite{self._went}.")
 
@@ -343,6 +352,7 @@ class FitWatch:
     def __init__(self, name: str, step: int, is_scaled: bool) -> None:
         self._name = name
         self._step, self._is_scaled, self._num_steps = step, is_scaled, 0
+        self.cause: str | None = None  # of its failure, which was told
 
     def callback(self) -> Any:
         """A callback that gets each batch before its step."""
@@ -392,7 +402,9 @@ class FitWatch:
             evidence = Evidence(
                 self._num_steps, 0, has_scaler=False, framework=_framework(self._name), bad_step=bad
             )
-            voice.note(f"step watched: {judge(evidence).text}")
+            verdict = judge(evidence)
+            self.cause = verdict.findings[0].cause
+            voice.note(f"step watched: {verdict.text}")
             show_source_of(located.line)
         elif self._num_steps == self._step:
             voice.note("step watched: no operation made an Inf or NaN")
