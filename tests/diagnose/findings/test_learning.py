@@ -123,3 +123,41 @@ def test_a_loss_that_does_not_fall_is_told_with_a_scaler_too():
 def test_parameters_that_were_frozen_on_the_way_are_named(losses, said):
     seen = Optimizers(frozen=("body.bias", "head.bias"))
     assert said in told(losses, optimizers=seen)
+
+
+RISES = [2.0 * 1.05**n for n in range(100)]
+HEADS = "head.weight", "head.bias"
+
+
+@pytest.mark.parametrize(
+    ("losses", "cut", "said"),
+    [
+        (FELL, {}, "fixing, unless head.weight and 1 more should be trained: no sample holds"),
+        (RISES, {}, "2 to 250.479. If head.weight and 1 more should be trained, look for what"),
+        (RISES, {}, "of them. If the loss should have fallen, lower the learning rate."),
+        (STOOD, {}, "of them. If the loss should have fallen, look at the learning rate"),
+        (
+            FELL,
+            {"head.weight": "left out"},
+            "head is called, and the loss leaves out what it makes",
+        ),
+        (
+            RISES,
+            {"head.weight": "left out", "other.bias": "left out"},
+            "2 to 250.479. head is called, and the loss leaves out what it makes: if head.weight "
+            "and 1 more should be trained, add that to the loss, without detach(). If the loss",
+        ),
+    ],
+)
+def test_parameters_without_a_gradient_are_named_before_the_learning_rate(losses, cut, said):
+    text = told(losses, missing=HEADS, cut=cut)
+    assert said in text
+    assert ("Nothing needs fixing" in text) == (losses is FELL and not cut)
+
+
+def test_optimizers_that_take_turns_have_no_gradients_meanwhile():
+    turns = Events().after({"switched": 60})
+    assert "head.weight" not in told(STOOD, missing=HEADS, events=turns)
+    assert "of its own. head is" in told(
+        STOOD, missing=HEADS, events=turns, cut={"head.weight": "left out"}
+    )

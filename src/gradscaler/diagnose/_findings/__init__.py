@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -209,11 +209,33 @@ def _nothing(evidence: Evidence) -> str:
             return f"Too short to judge: {evidence.steps} steps, no gradient read."
         seen = "skips and losses" if evidence.has_scaler else "losses"
         return f"No gradients were read; {seen} show nothing that needs fixing."
-    if not (evidence.missing and learned.startswith(_FINE[:-1])):
-        return learned
-    first, *rest = evidence.missing
-    those = f"{first} and {len(rest)} more" if rest else first
-    return (
-        f"Nothing needs fixing, unless {those} should be trained: no sample holds a gradient of "
-        "them."
+    return _with_missing(learned, evidence) if evidence.missing else learned
+
+
+def _with_missing(learned: str, evidence: Evidence) -> str:
+    """What is said of the losses, and the parameters that never had a gradient."""
+    missing = evidence.missing or ()
+    those, seen = _and_more(missing), "no sample holds a gradient of them"
+    cut = (name for name in missing if evidence.cut.get(name) == gradient_values.LEFT_OUT)
+    unused = [*dict.fromkeys(module for name in cut if (module := name.rpartition(".")[0]))]
+    is_fine = learned.startswith(_FINE[:-1])
+    if is_fine and not unused:
+        return f"Nothing needs fixing, unless {those} should be trained: {seen}."
+    if evidence.takes_turns and not unused:
+        return learned  # a sample has one turn, in which the others have no gradient
+    told, _, rest = learned.replace(_FINE[:-1], "Nothing else was judged", 1).partition(". ")
+    use = f"If {those} should be trained, look for what keeps the loss from them: {seen}."
+    if unused:
+        are, they_make = ("are", "they make") if len(unused) > 1 else ("is", "it makes")
+        use = (
+            f"{_and_more(unused)} {are} called, and the loss leaves out what {they_make}: if "
+            f"{those} should be trained, add that to the loss, without detach()."
+        )
+    return " ".join(
+        filter(None, [f"{told.rstrip('.')}.", use, rest.replace("If it", "If the loss", 1)])
     )
+
+
+def _and_more(names: Sequence[str]) -> str:
+    first, *rest = names
+    return f"{first} and {len(rest)} more" if rest else first

@@ -35,12 +35,14 @@ ENDS_UNITS = _SATURATED | ENDED  # if a step was too large
 BLOCKS = _STEPS | ENDS_UNITS  # what may block a gradient
 CHECKPOINT = "checkpoint"  # stands for a reentrant one whose inputs require no gradient
 CUT = ""  # stands for an operation where the graph is cut, such as by detach()
+LEFT_OUT = "left out"  # stands for a loss that does not reach what a module makes
 
 
 @detector(Phase.DEAD)
 def cut_off(evidence: Evidence) -> Finding | None:
     """Parameters that the model uses but no gradient reaches."""
-    sample, cut = evidence.sample, evidence.cut
+    sample = evidence.sample
+    cut = {name: by for name, by in evidence.cut.items() if by != LEFT_OUT}
     if sample is None or not cut:
         return None
     operations = Counter(cut.values())

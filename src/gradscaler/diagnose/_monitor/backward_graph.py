@@ -8,11 +8,17 @@ from functools import partial
 from inspect import currentframe
 from traceback import walk_stack
 
-from gradscaler.diagnose._findings.gradient_values import BLOCKS, CHECKPOINT, CUT, ENDED
+from gradscaler.diagnose._findings.gradient_values import (
+    BLOCKS,
+    CHECKPOINT,
+    CUT,
+    ENDED,
+    LEFT_OUT,
+)
 from gradscaler.diagnose._gradients.reading import Tensor, largest, largest_of
 from gradscaler.diagnose._graph.call_site import Node, differentiated
 from gradscaler.diagnose._graph.hooks import OneCallHooks, weakly
-from gradscaler.diagnose._graph.nodes import MOST_NODES, is_opaque, nodes_from
+from gradscaler.diagnose._graph.nodes import MOST_NODES, is_leaf, is_opaque, nodes_from
 from gradscaler.diagnose._monitor.failure_watch import FailureWatch
 
 _CHECKPOINT = "torch.utils.checkpoint"
@@ -51,9 +57,10 @@ class CutOff:
     A zero gradient counts if an operation made it from a gradient that is not small, and if the
     slope of that operation can be 0 by itself. A product does not count: one factor may be the
     weight of a loss that is switched off. A missing gradient counts if the modules that run first
-    have none, although their outputs are part of the graph. An unused head does not count, and
-    neither does a module that runs under ``no_grad``, unless it is in a reentrant checkpoint, which
-    makes no graph if none of its inputs requires a gradient.
+    have none, although their outputs are part of the graph. A later module, such as a head, is left
+    out if no loss reaches what it makes. A head that is not called does not count, and neither does
+    a module that runs under ``no_grad``, unless it is in a reentrant checkpoint, which makes no
+    graph if none of its inputs requires a gradient.
 
     Args:
         watch: gives the outputs of the model's modules.
@@ -73,6 +80,8 @@ class CutOff:
         self._hooks = OneCallHooks()
         self._called: dict[str, bool] = {}  # whether a module's output is in the graph
         self._checkpointed: set[str] = set()  # modules in a reentrant checkpoint without a graph
+        self._made: list[tuple[str, Node]] = []  # by modules, since the loss before
+        self._unused: dict[str, set[int]] = {}  # ids of what no loss reaches, by their module
         self._flat: dict[Node, str] = {}  # operations by node, of nodes that block gradients
         self._now: dict[str, str] = {}  # blocked in this step
 
@@ -87,16 +96,22 @@ class CutOff:
             self._checkpointed.add(module)
         is_in_graph = output.requires_grad or module in self._checkpointed
         self._called[module] = self._called.get(module, False) or is_in_graph
+        self._made += [] if output.grad_fn is None else [(module, output.grad_fn)]
 
     def see(self, loss: Tensor) -> None:
-        """Watch the backward pass of a loss."""
-        for node in nodes_from([loss.grad_fn]):
+        """Watch the backward pass of a loss, and note what it leaves out."""
+        reached = set(nodes_from([loss.grad_fn]))
+        for node in reached:
             operation = differentiated(node.name())
             if operation in BLOCKS:
                 # The hook must not refer to this object. The garbage collector does not see into
                 # the graph, so the object would never be freed.
                 note = partial(_note_slope, self._flat, node, operation)
                 self._hooks.add(node.register_hook, note)
+        made, self._made = self._made, []  # holds the graph of what is left out
+        for module, node in made:
+            leaves = (each for each in nodes_from([node], reached) if is_leaf(each))
+            self._unused.setdefault(module, set()).update(id(leaf.variable) for leaf in leaves)
 
     def note(self, parameters: Mapping[str, Tensor]) -> None:
         """Note what blocks the gradients of named parameters, before their optimizer steps."""
@@ -105,6 +120,8 @@ class CutOff:
         missing = {name for name, p in trained.items() if p.grad is None}
         zero = {n for n, p in trained.items() if p.grad is not None and not largest(p.grad)}
         cut = self._first_called(trained, missing)
+        unused = {n for n in missing if id(trained[n]) in self._unused.get(_module_of(n), ())}
+        self._now |= dict.fromkeys(unused, LEFT_OUT)
         self._now |= {n: self._cut_by(n) for n in cut}
         first = set(self._first_called(trained, zero))
         names = {id(parameter): name for name, parameter in trained.items()}
@@ -142,9 +159,10 @@ class CutOff:
         self._hooks.remove()
         self.is_looking = False
         self._called, self._flat, self._now, self._checkpointed = {}, {}, {}, set()
+        self._made, self._unused = [], {}
 
     def _cut_by(self, parameter: str) -> str:
-        return CHECKPOINT if parameter.rpartition(".")[0] in self._checkpointed else CUT
+        return CHECKPOINT if _module_of(parameter) in self._checkpointed else CUT
 
     def _first_called(self, trained: Iterable[str], among: set[str]) -> list[str]:
         """The parameters of the modules that were called first, up to a module that differs.
@@ -154,11 +172,15 @@ class CutOff:
         """
         found: list[str] = []
         for module, is_in_graph in self._called.items():
-            own = [name for name in trained if name.rpartition(".")[0] == module]
+            own = [name for name in trained if _module_of(name) == module]
             if own and not (is_in_graph and among.issuperset(own)):
                 return found
             found += own
         return []  # no parameter has another gradient
+
+
+def _module_of(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
 
 
 def _is_in_checkpoint() -> bool:

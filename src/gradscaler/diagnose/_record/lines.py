@@ -189,8 +189,9 @@ class Sample:
         missing: names of an optimizer's parameters that require a gradient and have none.
         cut: the operations that block the gradient, by the names of the parameters behind them.
             The operation is one whose gradient is 0, such as ``"round"``. The text is empty if the
-            graph does not connect the parameter to the loss, as behind ``detach()``. None if no
-            search ended since the previous sample.
+            graph does not connect the parameter to the loss, as behind ``detach()``, and ``"left
+            out"`` if the loss does not reach what its module makes. None if no search ended since
+            the previous sample.
         num_losses: the most losses that were scaled for one of these steps, such as micro-batches.
         optimizers: what the step shows of the optimizers; None if that was not looked at.
         chance: the loss of a guess, which is the logarithm of the number of classes; None if the
