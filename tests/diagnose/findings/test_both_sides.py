@@ -658,7 +658,7 @@ def of_optimizers():
             [],
         ),
         (
-            "raises the learning rate from 1 to 9 ... at schedule.py:7, too; ... "
+            "moves the learning rate from 1 to 9 ... at schedule.py:7, too; ... "
             "line='schedule.py:7', steps=(), count=0, is_certain=False",
             [at("rescheduled", "1 to 9")],
             [counted(9)],

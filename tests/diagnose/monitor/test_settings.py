@@ -178,6 +178,53 @@ def test_a_schedule_that_is_made_after_the_state_is_loaded_is_told(monkeypatch, 
     assert factor != 1 or told[0].line == line_with("too high")
 
 
+@pytest.mark.parametrize(
+    ("peak", "first_peak", "is_loaded", "is_told"),
+    [
+        (0.1, 0.1, False, True),
+        (0.1, 0.1, True, False),  # it goes on from where it was
+        (0.05, 0.1, False, False),  # another schedule, which may be meant
+        (0.1, None, False, False),  # the earlier run had none
+    ],
+)
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_a_schedule_that_begins_again_far_below_the_loaded_rate_is_told(
+    monkeypatch, peak, first_peak, is_loaded, is_told, is_scaled
+):
+    load = new_optimizers.noting_rates(torch.optim.Optimizer.load_state_dict)
+    monkeypatch.setattr(torch.optim.Optimizer, "load_state_dict", load)
+    net = nn.Linear(4, 2)
+    cycle = torch.optim.lr_scheduler.OneCycleLR
+    before, told = torch.optim.Adam(net.parameters(), lr=0.1), []
+    schedule = first_peak and cycle(before, first_peak, total_steps=40)
+    for _ in range(15):
+        net(torch.randn(8, 4)).square().mean().backward()
+        before.step()
+        if schedule:
+            schedule.step()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    optimizer.load_state_dict(before.state_dict())
+    again = cycle(optimizer, peak, total_steps=40)
+    if is_loaded:
+        again.load_state_dict(schedule.state_dict())
+    scaler = GradScaler("cpu", init_scale=2.0**4) if is_scaled else None
+    with Monitor(scaler, net, tell=told.append):
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = net(torch.randn(8, 4)).square().mean()
+            (scaler.scale(loss) if scaler else loss).backward()
+            if scaler:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+            again.step()
+    assert [each.kind for each in told if each.kind == "restart"] == ["restart"] * is_told
+    if is_told:
+        assert "to 0.004. Load" in str(told[0])
+        assert (", and of the scaler, too" in told[0].action) == is_scaled
+
+
 @pytest.mark.parametrize("rate", [None, 0.01, 0.05], ids=["as made", "as loaded", "by hand"])
 def test_a_schedule_that_is_made_in_between_sets_its_first_rate_though_it_is_loaded(
     monkeypatch, rate

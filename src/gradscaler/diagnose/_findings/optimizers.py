@@ -171,12 +171,14 @@ def rescheduled(evidence: Evidence) -> Finding | None:
     jump = evidence.events.place(Event.RESCHEDULED)
     if not jump:
         return None
+    is_new = evidence.has_scaler and evidence.events.count(Event.RESUMED)
+    scaler = ", and of the scaler" if is_new else ""
     return Finding(
         "restart",
         "The optimizer has the state of an earlier run, and its schedule begins at its first rate: "
-        f"it raises the learning rate from {jump}.",
+        f"it moves the learning rate from {jump}.",
         "Load the optimizer's state after its scheduler is made, which sets that rate, and then "
-        f"the state_dict() of the scheduler{evidence.at('schedule')}, too; to begin a new "
+        f"the state_dict() of the scheduler{evidence.at('schedule')}{scaler}, too; to begin a new "
         "schedule, leave the optimizer's state out.",
         line=evidence.line_of("schedule"),
         is_certain=False,

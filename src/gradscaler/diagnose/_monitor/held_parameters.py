@@ -216,11 +216,12 @@ class HeldParameters:
         return bool(moved) and all(rate <= _FADED * peak for rate, peak in moved)
 
     def rescheduled(self, optimizer: object, rates: Sequence[float]) -> str | None:
-        """How a resumed optimizer's rates rise from what they were, as ``"1e-4 to 0.1"``.
+        """How a resumed optimizer's rates leave what they were, as ``"1e-4 to 0.1"``.
 
         None until one has risen far, without a fall of any, or if no new schedule of PyTorch's
         makes it: one that was resumed has counted more steps, and may begin a new cycle. It has set
-        its first rate, too, if it was made after the optimizer's state was loaded.
+        its first rate, too, if it was made after the optimizer's state was loaded. A fall counts
+        if the schedule is that of the state, by the rates that it begins with.
         """
         key = id(optimizer)
         if key not in self.names and has_stepped(optimizer):  # it has not stepped yet
@@ -231,7 +232,11 @@ class HeldParameters:
             return None
         self._resumed.pop(key, None)
         if any(map(operator.lt, rates, latest)):
-            return None
+            far = (
+                both for both in zip(latest, rates, strict=False) if RATE_JUMPED * both[1] < both[0]
+            )
+            is_far = latest == before and _begins_as_loaded(optimizer)
+            return next((f"{a:g} to {b:g}" for a, b in far if is_far), None)
         is_made_anew = _has_new_schedule(optimizer) or _is_set_back(optimizer, before, rates)
         if latest == before and not is_made_anew:
             return None
@@ -322,6 +327,13 @@ def _has_new_schedule(optimizer: object) -> bool:
     """Whether an optimizer has schedules of PyTorch's, none of which counts more than one step."""
     own = [getattr(each, "last_epoch", 0) for each in _schedules_of(optimizer)]
     return bool(own) and max(own) <= 1
+
+
+def _begins_as_loaded(optimizer: object) -> bool:
+    """Whether the schedules of an optimizer are new, and begin as that of its loaded state did."""
+    first = new_optimizers.first_rates.get(optimizer, ())
+    bases = [getattr(each, "base_lrs", None) for each in _schedules_of(optimizer)]
+    return bool(first) and first in bases and _has_new_schedule(optimizer)
 
 
 def _is_set_back(optimizer: object, loaded: Sequence[float], rates: Sequence[float]) -> bool:

@@ -10,7 +10,7 @@ from gradscaler.diagnose._graph.call_site import users_line
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.stand_ins import in_place_of
 from gradscaler.diagnose._monitor.by_identity import ByIdentity
-from gradscaler.diagnose._monitor.parameters import rates_of
+from gradscaler.diagnose._monitor.parameters import numbers_of, rates_of
 
 lines = ByIdentity[str]()
 """The user's line that made each optimizer, and each schedule."""
@@ -18,6 +18,8 @@ ignored = ByIdentity[tuple[str, Sequence[float]]]()
 """The rate that each was made with in vain, as its groups had those of another one, and those."""
 rates = ByIdentity[Sequence[float]]()
 """The learning rates of each that loaded a state, before a new schedule set others."""
+first_rates = ByIdentity[Sequence[float]]()
+"""Those at which the schedule of that state began; empty if it had none."""
 
 
 def noting_rates(load: Callable[..., Any]) -> Any:
@@ -35,6 +37,7 @@ def noting_rates(load: Callable[..., Any]) -> Any:
 
 def _note_rates(optimizer: Any) -> None:
     rates[optimizer] = rates_of(optimizer)
+    first_rates[optimizer] = numbers_of(optimizer, "initial_lr")
 
 
 def note_made(made: Any, frame: FrameType | None) -> None:

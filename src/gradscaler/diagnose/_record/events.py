@@ -71,7 +71,11 @@ class Event(Enum):
 
     # Before the first step.
     UNFIT = "unfit", "observer", "calls"  # load_state_dict(strict=False) that loaded nothing
-    RESUMED = "resumed", "observer", "calls"  # an optimizer had a state, but the scaler was new
+    RESUMED = (
+        "resumed",
+        "observer",
+        "calls optimizers",
+    )  # an optimizer had a state, but the scaler was new
     IDLE = "idle", "observer recorded_loop step_log", "calls optimizers"  # at a module, later too
     # The loss of such a step depends on parameters, or other tensors, that the optimizer lacks.
     ASTRAY = "astray", "observer", "calls"
