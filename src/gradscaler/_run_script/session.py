@@ -90,7 +90,7 @@ class Session(Runs, backward_calls.BackwardListener):
         after_init(GradScaler, self._see_scaler)
         load = unfit_states.noting(torch.nn.Module.load_state_dict)
         replace(torch.nn.Module, "load_state_dict", load)
-        on_stop.callback(unfit_states.places.clear)
+        on_stop.callback(unfit_states.forget)
         load = new_optimizers.noting_rates(Optimizer.load_state_dict)
         replace(Optimizer, "load_state_dict", load)
         replace(DataLoader, "__iter__", loaders.noting(DataLoader.__iter__))

@@ -205,6 +205,12 @@ def of_calls():
             [in_single(30), in_single(31, min_scale=1.0), in_single(31, "bfloat16")],
         ),
         (
+            "load_state_dict() at a.py:7 copied a model onto itself ... line='a.py:7', "
+            "steps=(), count=3, is_certain=False",
+            [counted(9, **{"onto_itself": 3, "onto_itself a.py:7": 3})],
+            [counted(9, **{"onto_itself": 2, "onto_itself a.py:7": 2})],
+        ),
+        (
             "In 1 of 9 steps, the backward pass of a scaled loss came ... count=1",
             [counted(9, mixed=1)],
             [counted(9)],

@@ -1,5 +1,7 @@
 """Calls of ``load_state_dict(strict=False)``: those that load nothing are told, with their line."""
 
+import copy
+
 import pytest
 
 pytest.importorskip("torch")
@@ -20,17 +22,19 @@ def model(monkeypatch):
     load = unfit_states.noting(nn.Module.load_state_dict)
     monkeypatch.setattr(nn.Module, "load_state_dict", load)
     monkeypatch.setattr(unfit_states, "places", [])
+    monkeypatch.setattr(unfit_states, "copies", [])
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
 
 
-def train(model):
+def train(model, after=lambda step: None):
     """Take ten steps, and return what a monitor tells of them."""
     told, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.01)
     with Monitor(model=model, tell=told.append):
-        for _ in range(10):
+        for step in range(10):
             optimizer.zero_grad()
             model(torch.randn(8, 4)).square().mean().backward()
             optimizer.step()
+            after(step)
     return told
 
 
@@ -56,3 +60,35 @@ def test_an_error_and_an_empty_model_pass(model):
         model.load_state_dict({"0.bias": torch.zeros(4)})
     nn.ReLU().load_state_dict({"inplace": torch.zeros(1)}, strict=False)
     assert unfit_states.places == []
+
+
+def test_a_target_that_is_the_model_is_told(model):
+    target = model
+    (told,) = train(model, lambda _: target.load_state_dict(model.state_dict()))  # one object
+    assert told.kind == "misuse"
+    assert f"{line_with('one object')} copied a model onto itself" in told.cause
+    assert told.line == line_with("one object")
+
+
+def test_a_state_that_is_kept_without_a_copy_is_told(model):
+    kept = model.state_dict()
+    (told,) = train(model, lambda _: model.load_state_dict(kept))
+    assert "copy.deepcopy(model.state_dict())" in told.action
+
+
+def test_copies_of_a_model_and_one_before_training_are_not_told(model):
+    target, kept = copy.deepcopy(model), copy.deepcopy(model.state_dict())
+    for _ in range(5):
+        model.load_state_dict(model.state_dict())
+    tied = nn.ModuleList([model[0], nn.Linear(4, 1)])  # shares a layer alone
+
+    def after(step):
+        target.load_state_dict(model.state_dict())
+        copy.deepcopy(model).load_state_dict(model.state_dict(), assign=True)
+        target.load_state_dict(kept)
+        tied.load_state_dict({**tied.state_dict(), "1.weight": torch.ones(1, 4)})
+        with torch.device("meta"):
+            nn.Linear(4, 1).load_state_dict(nn.Linear(4, 1).state_dict())
+        nn.ReLU().load_state_dict({})
+
+    assert train(model, after) == []

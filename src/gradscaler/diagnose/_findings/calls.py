@@ -18,6 +18,7 @@ from gradscaler.diagnose._record.thresholds import (
     EXACT_POWER,
     FELL_WITH_SCALE,
     FEW_CALLS,
+    FEW_EVENTS,
     FEW_SAMPLES,
     HALF,
     LARGEST_CLIP,
@@ -157,6 +158,27 @@ def unfit(evidence: Evidence) -> Finding | None:
         "Load it without strict=False, which raises an error; take the model's part out of the "
         'checkpoint, as by checkpoint["model"], and a prefix such as module. off the keys.',
         line=place.rpartition(" at ")[2] if " at " in place else None,
+    )
+
+
+@detector(Phase.MISUSE)
+def onto_itself(evidence: Evidence) -> Finding | None:
+    """States that are loaded again and again, of the module that has them."""
+    count = evidence.events.count(Event.ONTO_ITSELF)
+    if count < FEW_EVENTS:
+        return None
+    line = evidence.events.place(Event.ONTO_ITSELF)
+    at = f" at {line}" if line else ""
+    return Finding(
+        "misuse",
+        f"load_state_dict(){at} copied a model onto itself, {count} times: its state has the "
+        "model's own tensors, so the call changes nothing.",
+        "If both models are one object (target = model), make the other by copy.deepcopy(model). "
+        "To keep a state, take copy.deepcopy(model.state_dict()), as each step changes the tensors "
+        "in state_dict() itself.",
+        line=line or None,
+        count=count,
+        is_certain=False,
     )
 
 

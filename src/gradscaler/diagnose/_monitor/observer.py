@@ -210,6 +210,11 @@ class EagerObserver(StepSource):
         self._see_rates(iteration, optimizer)
         while unfit_states.places:
             iteration.note(Event.UNFIT, unfit_states.places.pop())
+        while unfit_states.copies:
+            line = unfit_states.copies.pop()
+            if not iteration.is_first:  # before training, a copy of nothing new does no harm
+                iteration.note(Event.ONTO_ITSELF)
+                iteration.note(Event.ONTO_ITSELF, line)
         if self._cut_off.is_looking:
             self._cut_off.note(self._named(optimizer))
         iteration.overwritten += self._held.overwritten(optimizer)

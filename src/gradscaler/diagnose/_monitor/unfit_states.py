@@ -1,8 +1,12 @@
-"""Calls of PyTorch's ``load_state_dict(strict=False)`` that loaded nothing, as no key fits."""
+"""Calls of PyTorch's ``load_state_dict()`` that load nothing.
+
+No key fits, which ``strict=False`` lets pass, or the state is made of the module's own tensors.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from inspect import currentframe
 from traceback import walk_stack
 from types import FrameType
@@ -14,6 +18,8 @@ from gradscaler.diagnose._graph.stand_ins import in_place_of
 
 places: list[str] = []
 """Each such call until an observer notes it, as ``"2 keys (such as a, not b) at train.py:3"``."""
+copies: list[str] = []
+"""The line, which may be empty, of each that copies a module onto itself, likewise."""
 
 
 def noting(load: Callable[..., Any]) -> Any:
@@ -22,18 +28,42 @@ def noting(load: Callable[..., Any]) -> Any:
 
     @in_place_of(load)
     def seen(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        is_own = _is_own(self, state_dict)
         found = load(self, state_dict, *args, **kwargs)
-        note(state_dict, found, currentframe())
+        note(state_dict, found, is_own, currentframe())
         return found
 
     return seen
 
 
-def _note(state: Mapping[str, Any], found: Any, frame: FrameType | None) -> None:
-    """Note a call that began in this frame, if none of its keys was expected, and others were."""
-    given, own = list(state), found.missing_keys
-    if not given or not own or not set(given) <= set(found.unexpected_keys):
+def forget() -> None:
+    """Forget the calls that no observer has noted."""
+    places.clear()
+    copies.clear()
+
+
+def _is_own(module: Any, state: Mapping[str, Any]) -> bool:
+    """Whether each parameter of a module would be loaded from its own memory."""
+    with suppress(Exception):  # a tensor may have no memory of its own, or be no tensor
+        named = list(module.named_parameters())
+        return bool(named) and all(_has_memory_of(p, state.get(name)) for name, p in named)
+    return False
+
+
+def _has_memory_of(parameter: Any, other: Any) -> bool:
+    place = 0 if other is None else other.data_ptr()
+    return bool(place and place == parameter.data_ptr())
+
+
+def _note(state: Mapping[str, Any], found: Any, is_own: bool, frame: FrameType | None) -> None:
+    """Note a call that began in this frame, if it loads nothing."""
+    given, missing = list(state), found.missing_keys
+    is_unfit = given and missing and set(given) <= set(found.unexpected_keys)
+    if not is_unfit and not is_own:
         return
     line = users_line((each.f_code.co_filename, number) for each, number in walk_stack(frame))
+    if is_own:
+        copies.append(line or "")
+        return
     at = f" at {line}" if line else ""
-    places.append(f"{len(given)} keys (such as {given[0]}, not {own[0]}){at}")
+    places.append(f"{len(given)} keys (such as {given[0]}, not {missing[0]}){at}")

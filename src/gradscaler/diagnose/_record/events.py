@@ -69,6 +69,9 @@ class Event(Enum):
     UNHELD = "unheld", "scaled_losses", "learning"  # it depends on what no model and optimizer has
     UNREGISTERED = "unregistered", "scaled_losses", "loss_graphs"  # in a list of the model's
 
+    # Calls of load_state_dict() between steps, at their line, from the module's own tensors.
+    ONTO_ITSELF = "onto_itself", "observer", "calls"
+
     # Before the first step.
     UNFIT = "unfit", "observer", "calls"  # load_state_dict(strict=False) that loaded nothing
     RESUMED = (

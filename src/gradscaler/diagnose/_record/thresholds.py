@@ -15,7 +15,9 @@ ZERO_FROM_START = 20
 FEW_SAMPLES = 2
 # Steps; a warm-up begins with one or two at a rate of 0: `a_warm_up_that_is_never_stepped`.
 FEW_STILL = 3
-FEW_EVENTS = 3  # skips or streaks; one bad batch does no harm in a longer run: `sparse_gradients`
+# Skips, streaks, or copies of a model onto itself; one bad batch does no harm in a longer run:
+# `sparse_gradients`.
+FEW_EVENTS = 3
 # Skips one after the other whose losses are not finite, as no lower scale cures them; fewer may be
 # bad batches side by side: `test_losses_that_are_bad_in_a_row_are_told_before_the_streak_is_long`.
 BAD_IN_A_ROW = 5
