@@ -12,6 +12,7 @@ from torch.nn.functional import (
     binary_cross_entropy_with_logits,
     cross_entropy,
     huber_loss,
+    kl_div,
     l1_loss,
     mse_loss,
     nll_loss,
@@ -129,6 +130,42 @@ def test_a_loss_that_takes_probabilities_for_logits_is_told(name, dtype):
 
 def cut_off(table):
     return table.relu().view(SIZE, SIZE)  # relu
+
+
+SOFT = torch.eye(SIZE) * 0.5 + 0.5 / SIZE
+KL = {
+    "plain": lambda t: kl_div(t.softmax(1), SOFT, reduction="batchmean"),  # kl plain
+    "masked": lambda t: (kl_div(t.softmax(1), SOFT, reduction="none") * SOFT).sum(),  # kl masked
+    "log": lambda t: kl_div(t.softmax(1), SOFT.log(), reduction="sum", log_target=True),  # kl log
+    "added": lambda t: t.mean() + 3 * KL_SUM(t.log_softmax(1).exp(), SOFT),  # kl added
+    "quotient": lambda t: KL_SUM(t.exp() / t.exp().sum(1, keepdim=True), SOFT),  # kl quotient
+}
+KL_SUM = nn.KLDivLoss(reduction="sum")
+NOT_KL = {
+    "right": lambda t: kl_div(t.log_softmax(1), SOFT, reduction="batchmean"),
+    "right log": lambda t: KL_LOG(t.log_softmax(1), SOFT.log()),
+    "logarithm": lambda t: KL_SUM((t.softmax(1) + 1e-8).log(), SOFT),
+    "mixture": lambda t: KL_SUM((0.5 * (t.softmax(1) + SOFT)).log(), SOFT),
+    "reward": lambda t: (SOFT.mean() - SOFT * t.softmax(1)).sum(),  # not kl_div's
+    "scores": lambda t: kl_div(t / (1 + t.detach().abs()), SOFT, reduction="sum"),
+}
+KL_LOG = nn.KLDivLoss(reduction="sum", log_target=True)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("name", KL)
+def test_a_kl_div_that_is_given_probabilities_is_told(name, dtype):
+    found = judged(lambda _, table, *__: KL[name](table), dtype=dtype).findings[0]
+    assert found.kind == "misuse"
+    assert f"kl_div at {line_with(f'kl {name}')} takes log-probabilities" in found.cause
+    assert "log_softmax" in found.action
+    assert found.line == line_with(f"kl {name}")
+
+
+@pytest.mark.parametrize("name", NOT_KL)
+def test_a_kl_div_of_logarithms_or_a_formula_like_it_is_none(name):
+    verdict = judged(lambda _, table, *__: NOT_KL[name](table))
+    assert verdict.kind == "normal", verdict
 
 
 CUT = {

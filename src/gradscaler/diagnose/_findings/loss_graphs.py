@@ -140,6 +140,15 @@ across = _at_a_place(
     "class add up to 1 over the batch, not those of a row over the classes.",
     "Call log_softmax with dim=1, or give the logits to cross_entropy.",
 )
+of_probabilities = _at_a_place(
+    Phase.LOSS,
+    Event.LINEAR,
+    "misuse",
+    "{place} takes log-probabilities as its input and is given probabilities: it is least where "
+    "the likeliest class gets all, not where they equal the targets, and may be negative.",
+    "Give it the output of log_softmax in place of softmax, or the logarithm of what it is given; "
+    "targets stay probabilities, unless log_target=True.",
+)
 broadcast = _at_a_place(
     Phase.LOSS,
     Event.BROADCAST,

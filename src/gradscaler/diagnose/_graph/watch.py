@@ -12,7 +12,7 @@ from gradscaler.diagnose._gradients.reading import Tensor, read
 from gradscaler.diagnose._graph.budget import CREDIT, Budget
 from gradscaler.diagnose._graph.call_site import Node
 from gradscaler.diagnose._graph.hooks import OneCallHooks, weakly
-from gradscaler.diagnose._graph.lines import Tracebacks
+from gradscaler.diagnose._graph.lines import Line, Tracebacks
 from gradscaler.diagnose._graph.nodes import in_order, is_custom
 from gradscaler.diagnose._graph.places import Module, Places
 from gradscaler.diagnose._graph.reader import GraphReader
@@ -181,9 +181,9 @@ class GraphWatch:
         is_lost = is_of_weights and self._input is not None
         self.located = self.ungraphed.seen.first_made or self._input if is_lost else found
 
-    def line_of(self, loss: Tensor, node: Node) -> str | None:
-        """The user's line of a node in the graph of a loss; None if it is unknown."""
-        return self._lines.line_of(node, in_order(loss)).line
+    def line_of(self, loss: Tensor, node: Node) -> Line:
+        """Where a node in the graph of a loss was called, as far as it is known."""
+        return self._lines.line_of(node, in_order(loss))
 
     def found(self, has_failed: bool) -> Located | None:
         """The origin of the first Inf or NaN in the present step, or the likely one of an earlier.

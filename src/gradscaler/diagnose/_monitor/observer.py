@@ -20,6 +20,7 @@ from gradscaler.diagnose._graph.call_site import Node
 from gradscaler.diagnose._graph.calls import CallWatch
 from gradscaler.diagnose._graph.guard import guarded, passing
 from gradscaler.diagnose._graph.hooks import OneCallHooks, weakly
+from gradscaler.diagnose._graph.lines import Line
 from gradscaler.diagnose._graph.watch import GraphWatch
 from gradscaler.diagnose._locate.locate import is_locating
 from gradscaler.diagnose._monitor import loaders, new_optimizers, unfit_states
@@ -149,8 +150,8 @@ class EagerObserver(StepSource):
             found, batch = graphs.origin_in(loss), loaders.fed()
             self.log.add_bad(BadStep(number, value, located=found, is_left_out=True, batch=batch))
 
-    def _line_of(self, loss: Tensor, node: Node) -> str | None:
-        return None if self._graphs is None else self._graphs.line_of(loss, node)
+    def _line_of(self, loss: Tensor, node: Node) -> Line:
+        return Line() if self._graphs is None else self._graphs.line_of(loss, node)
 
     @closes_if_asked
     def unscaling(self, optimizer: object, scale: SupportsFloat, /) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from gradscaler.diagnose._gradients.arrays import alone, dtype_name
 from gradscaler.diagnose._gradients.reading import Tensor, largest
 from gradscaler.diagnose._graph.call_site import Node, behind_forms, differentiated
+from gradscaler.diagnose._graph.lines import Line
 from gradscaler.diagnose._graph.nodes import (
     MOST_LOSSES,
     MOST_NODES,
@@ -62,7 +63,7 @@ class ScaledLosses:
     is_by_hand: bool = False  # whether the code multiplies a loss by a power of 2
     chance: float | None = None  # the loss of a guess, if the latest loss is a cross entropy
 
-    def add(self, loss: Tensor, line_of: Callable[[Tensor, Node], str | None]) -> None:
+    def add(self, loss: Tensor, line_of: Callable[[Tensor, Node], Line]) -> None:
         """Add a loss that is scaled, before its backward pass; waits for the device."""
         self.is_whole &= self._add_nodes(loss, line_of)
         if loss.grad_fn is None:
@@ -82,7 +83,7 @@ class ScaledLosses:
             if node is not None and (sizes := _broadcast(node, reader)):
                 self._note(Event.BROADCAST, node, line_of(loss, node), sizes)
 
-    def _add_nodes(self, loss: Tensor, line_of: Callable[[Tensor, Node], str | None]) -> bool:
+    def _add_nodes(self, loss: Tensor, line_of: Callable[[Tensor, Node], Line]) -> bool:
         """Add the nodes of a loss; False if a part of its graph is hidden."""
         flattening: list[Node] = []
         nodes: list[Node] = []
@@ -97,18 +98,17 @@ class ScaledLosses:
                 flattening.append(node)
             if Event.ABSORBED not in self.mistakes and _divides_by_inf(node):
                 self._note(Event.ABSORBED, node, line_of(loss, node))
-            elif (inner := _normalised(node)) is not None:
-                self._note(Event.TWICE, inner, line_of(loss, inner))
-            elif (inner := _cut(node)) is not None:
-                self._note(Event.CUT, inner, line_of(loss, inner))
-            elif (inner := _across(node)) is not None:
-                self._note(Event.ACROSS, inner, line_of(loss, inner))
+            for event, found_in in _OF_INPUTS.items():
+                if (inner := found_in(node)) is not None:
+                    self._note(event, inner, line_of(loss, inner))
+            if Event.LINEAR not in self.mistakes and _may_be_kl_of_probabilities(node):
+                self._note_kl(line_of(loss, node))
         if len(flattening) >= MANY_IN_A_ROW:
             self._note_row(loss, nodes, line_of)
         return True
 
     def _note_row(
-        self, loss: Tensor, nodes: list[Node], line_of: Callable[[Tensor, Node], str | None]
+        self, loss: Tensor, nodes: list[Node], line_of: Callable[[Tensor, Node], Line]
     ) -> None:
         """Note the first of many sigmoids and tanhs in a row, among the nodes of a loss."""
         row = _longest_row(nodes)
@@ -116,11 +116,15 @@ class ScaledLosses:
             rest = f" and {len(row) - 1} more in a row"
             self._note(Event.FLAT, row[0], line_of(loss, row[0]), rest)
 
-    def _note(
-        self, event: Event, node: Node, line: str | None, rest: str = "", before: str = ""
-    ) -> None:
-        at = f" at {line}" if line else ""
+    def _note(self, event: Event, node: Node, line: Line, rest: str = "", before: str = "") -> None:
+        at = f" at {line.line}" if line.line else ""
         self.mistakes.setdefault(event, f"{before}{differentiated(node.name())}{at}{rest}")
+
+    def _note_kl(self, line: Line) -> None:
+        """Note a node that takes probabilities, if it is of kl_div and not of a user's formula."""
+        if line.function == "kl_div":
+            at = f" at {line.line}" if line.line else ""
+            self.mistakes.setdefault(Event.LINEAR, f"kl_div{at}")
 
     def unscaled(self, parameters: Mapping[str, Tensor]) -> Iterable[str]:
         """The names of parameters whose gradients come from no scaled loss."""
@@ -256,6 +260,38 @@ def _cut(node: Node) -> Node | None:
     return inner if inner is not None and differentiated(inner.name()) == "relu" else None
 
 
+def _may_be_kl_of_probabilities(node: Node) -> bool:
+    """Whether a node may be the last of kl_div, whose input are probabilities.
+
+    PyTorch computes it as xlogy(target, target) - target * input, and as exp(target) * (target -
+    input) with log_target=True.
+    """
+    parts = "sub", "mul"
+    names = [differentiated(node.name())]
+    for _ in parts:
+        if names[-1] not in parts or len(node.next_functions) != 2:
+            return False
+        node = node.next_functions[1][0]
+        names.append("" if node is None else differentiated(node.name()))
+    node = behind_forms(node)
+    return sorted(names[:2]) == sorted(parts) and node is not None and _are_probabilities(node)
+
+
+def _are_probabilities(node: Node) -> bool:
+    """Whether a node makes numbers from 0 to 1, by a softmax or sigmoid, an exp or a quotient."""
+    name = differentiated(node.name())
+    if name == "exp":
+        result = saved(node, "result")
+        return result is not None and bool((result <= 1).all())
+    given, divisor = saved(node, "self"), saved(node, "other")
+    if name != "div" or given is None or divisor is None:
+        return name in _NORMALISE
+    quotient = given / divisor
+    sums = (quotient.sum(dim) for dim in range(quotient.ndim))
+    is_one = any(bool(((each - 1).abs() < _CLOSE).all()) for each in sums)
+    return is_one and bool((quotient >= 0).all())
+
+
 def _across(node: Node) -> Node | None:
     """The log_softmax over the rows of a batch, of which nll_loss takes the classes, or None.
 
@@ -267,6 +303,10 @@ def _across(node: Node) -> Node | None:
     is_of_rows = differentiated(inner.name()) == "log_softmax" and saved(inner, "dim") == 0
     shape = _shape_of(inner)
     return inner if is_of_rows and len(shape) == 2 and shape[0] != shape[1] else None
+
+
+# What is wrong with the input of a loss, and what finds the node that makes it.
+_OF_INPUTS = {Event.TWICE: _normalised, Event.CUT: _cut, Event.ACROSS: _across}
 
 
 def _broadcast(node: Node, reader: Node) -> str:

@@ -63,6 +63,7 @@ class Event(Enum):
     ENDED = "ended", "scaled_losses", "loss_graphs"  # it is 0, and each way from it ends
     TWICE = "twice", "scaled_losses", "loss_graphs"  # it takes probabilities for logits
     CUT = "cut", "scaled_losses", "loss_graphs"  # a ReLU makes its logits
+    LINEAR = "linear", "scaled_losses", "loss_graphs"  # kl_div takes probabilities for logarithms
     ACROSS = "across", "scaled_losses", "loss_graphs"  # log-probabilities over the batch
     BROADCAST = "broadcast", "scaled_losses", "loss_graphs"  # n outputs with n targets each
     FLAT = "flat", "scaled_losses", "learning"  # it is behind many of sigmoid and tanh in a row
