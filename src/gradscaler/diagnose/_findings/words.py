@@ -338,7 +338,6 @@ _ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "a larger rtol",
         ("a larger rcond", *("a larger rtol",) * 2, "a larger rcond", "a larger rtol"),
     ),
-    (" (eps=1e-6), as", (" (eps=1e-6), as", *(", as",) * 3, " (eps=1e-6), as")),
     (
         "pass a larger one (eps=1e-2)",
         ("pass a larger one (epsilon=1e-2)", *("take a larger one",) * 3, "take a larger one"),

@@ -11,6 +11,7 @@ from gradscaler.diagnose._record.located import Located
 At = float | tuple[float, float]
 """A number, or all numbers between two."""
 
+_MARGINS = {"float16": "1e-3", "bfloat16": "1e-2"}  # less may be rounded to 0 beside 1
 _WIDE = "bfloat16", "float32", "float64", "complex64", "complex128"  # with at least float32's range
 
 
@@ -78,6 +79,16 @@ class Seen:
         )
 
     @property
+    def margin(self) -> str:
+        """What a number must be beyond 1, or below it, not to be rounded to 1 in the dtype."""
+        return _MARGINS.get(self.dtype, "1e-6")
+
+    @property
+    def below_1(self) -> str:
+        """The largest cosine that an angle is taken of."""
+        return "0.99" if self.dtype == "bfloat16" else "0.999"
+
+    @property
     def is_wide(self) -> bool:
         """Whether the dtype has at least the range of float32, so that float32 would not help."""
         return self.dtype in _WIDE
@@ -107,7 +118,7 @@ class Repair:
     """What to do against a failure.
 
     Attributes:
-        text: the advice.
+        text: the advice, in which ``{margin}`` and ``{below_1}`` stand for those of what is seen.
         when: whether it is the right one.
         clauses: what is appended to the text, each if it is right itself.
     """
@@ -118,7 +129,9 @@ class Repair:
 
     def said_of(self, seen: Seen) -> str:
         """The text with its clauses."""
-        return self.text + "".join(each.text for each in self.clauses if each.when(seen))
+        clauses = (each.text for each in self.clauses if each.when(seen))
+        text = "".join((self.text, *clauses))
+        return text.replace("{margin}", seen.margin).replace("{below_1}", seen.below_1)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,9 @@ _WHERE = Repair(", also in where()'s other branch", lambda seen: seen.is_backwar
 # 1 / 1e-5 is beyond float16's 65504.
 _LOST_EPS = Repair("; an eps/min below 3e-8 is 0: take 1e-4", _in_float16)
 _LOST_1 = Repair("; bfloat16 rounds 1 - 1e-6 to 1: take 1 - 2**-8, or float32", _in_bfloat16)
+_LOST_BESIDE_MINUS_1 = Repair(
+    "; 16 bits round -1 + 1e-6 to -1", lambda seen: seen.dtype in ("float16", "bfloat16")
+)
 _LOST_BESIDE_1 = Repair("; compute it in float32, as 1 - 1e-3 is 1 in bfloat16", _in_bfloat16)
 _AT_0 = _WHERE, _LOST_EPS
 
@@ -60,24 +63,23 @@ LOG_SLOPE = Repair(
     clauses=(_WHERE, _LOST_EPS, _LOST_1),
 )
 LOG1P = Repair(
-    "log1p of -1 is -Inf, of less NaN: clamp its input to more than -1, in float32 by at least "
-    "1e-6",
-    clauses=(_LOST_1,),
+    "log1p of -1 is -Inf, of less NaN: clamp its input to at least -1 + {margin}",
+    clauses=(_LOST_BESIDE_MINUS_1,),
 )
 LOG1P_SLOPE = Repair(
-    "clamp its input to at least -1 + 1e-6, as its slope at -1 is Inf", clauses=(_WHERE, _LOST_1)
+    "clamp its input to at least -1 + {margin}, as its slope at -1 is Inf",
+    clauses=(_WHERE, _LOST_BESIDE_MINUS_1),
 )
 XLOGY = Repair(
     "the logarithm of 0 is -Inf: clamp what it is taken of, or move targets off the border of "
     "their range (0 and 1 for a Beta or Dirichlet)"
 )
 LOGIT = Repair(
-    "clamp its input to within 1e-6 and 1 - 1e-6 (eps=1e-6), as its slope is Inf at 0 and 1",
-    clauses=(_WHERE, _LOST_1),
+    "clamp its input to within {margin} and 1 - {margin}, as its slope is Inf at 0 and 1",
+    clauses=(_WHERE,),
 )
 OPEN_UNIT = Repair(
-    "it is Inf at 0 and 1, and NaN beyond: clamp its input to within 1e-6 and 1 - 1e-6",
-    clauses=(_LOST_1,),
+    "it is Inf at 0 and 1, and NaN beyond: clamp its input to within {margin} and 1 - {margin}",
 )
 ENTROPY = Repair("it is -Inf of a negative number: clamp its input to a small number")
 LOG_NDTR = Repair(
@@ -206,14 +208,16 @@ DEVIATION_OF_ONE = Repair(
 # Angles, and other functions of a range.
 NO_COSINE = Repair(
     "its input is beyond 1 by more than rounding, so it is no cosine or sine: normalize the "
-    "vectors that it is a product of, or clamp it to within -0.999 and 0.999",
+    "vectors that it is a product of, or clamp it to within -{below_1} and {below_1}",
     lambda seen: seen.largest > _LARGEST_BY_ROUNDING,
 )
 ANGLE = Repair(
-    "rounding takes a cosine or sine beyond 1: clamp it to within -0.999 and 0.999 before this"
+    "rounding takes a cosine or sine beyond 1: clamp it to within -{below_1} and {below_1} "
+    "before this"
 )
 ANGLE_SLOPE = Repair(
-    "clamp its input to within -0.999 and 0.999, as its slope at 1 is Inf", clauses=(_WHERE,)
+    "clamp its input to within -{below_1} and {below_1}, as its slope at 1 is Inf",
+    clauses=(_WHERE,),
 )
 BOTH_0 = Repair(
     "both of its arguments are 0, where an angle has no slope: add 1e-3 to one of them, or mask "
@@ -222,12 +226,12 @@ BOTH_0 = Repair(
 )
 TAN_SLOPE = Repair("its slope leaves float16 near pi / 2: clamp its input to within -1.5 and 1.5")
 ACOSH = Repair(
-    "it is NaN below 1, and its slope at 1 is Inf: clamp its input to at least 1 + 1e-3",
+    "it is NaN below 1, and its slope at 1 is Inf: clamp its input to at least 1 + {margin}",
     clauses=(_WHERE,),
 )
 ATANH = Repair(
-    "it is Inf at 1 and -1, and NaN beyond: clamp its input to less than that, in "
-    "float32 by at least 1e-6",
+    "it is Inf at 1 and -1, and NaN beyond: clamp its input to within -1 + "
+    "{margin} and 1 - {margin}",
     clauses=(_WHERE,),
 )
 GAMMA = Repair("it is Inf at 0: clamp its input (a concentration) to more than 0")
@@ -235,7 +239,7 @@ GAMMA_SLOPE = Repair(
     "clamp its input (a concentration) to more than 0, where its slope is Inf", clauses=(_WHERE,)
 )
 GAMMA_OF_MATRIX = Repair(
-    "it is Inf at (p - 1) / 2: clamp its input (degrees of freedom) to more than that"
+    "it is Inf at (p - 1) / 2: clamp its input (degrees of freedom) to at least that + 1e-2"
 )
 INCOMPLETE_GAMMA = Repair(
     "it is NaN below 0, and its slope at 0 is Inf: clamp its input to a small number",
