@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import fmean, median
 
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._record.events import Event
@@ -46,12 +46,24 @@ def whether_it_learns(evidence: Evidence) -> str:
     judged = f"Nothing else was judged: {went}"
     if evidence.is_scaled_by_hand:
         return f"{judged}, multiplied by the script's own loss scale."
-    if losses[-1] > ROSE * abs(first) or -losses[-1] > RAN_AWAY * max(abs(first), 1.0):
+    if _has_risen_from(first, losses) or -losses[-1] > RAN_AWAY * max(abs(first), 1.0):
         if evidence.steps < EARLY and 0 < losses[-1] < EXPLODED * abs(first):
             return f"{judged}, and {evidence.steps} steps are too few to say more."
         should = "fallen, lower the learning rate" if losses[-1] > 0 else _A_BOUND
         return f"{judged}. If it should have {should}."
     return _since_it_fell(evidence, went)
+
+
+def _has_risen_from(first: float, losses: Sequence[float]) -> bool:
+    """Whether the latest loss is above the first by more than batches differ."""
+    *before, latest = losses
+    if latest <= ROSE * abs(first):
+        return False
+    if len(losses) < EARLY or latest > ROSE * max(map(abs, before)):
+        return True
+    late = losses[-min(LATE, len(losses) // 2) :]
+    usual = median(losses[:EARLY]) if losses[0] == first else first
+    return median(late) > ROSE * abs(usual) or min(late) > ROSE * abs(first)
 
 
 def _since_it_fell(evidence: Evidence, went: str) -> str:
@@ -72,6 +84,8 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
         unless = f"{_listed(frozen)} should be trained, {_FROZEN}" if frozen else ""
         if not unless and evidence.events.count(Event.UNHELD) >= FEW_SAMPLES:
             unless = f"{evidence.events.place(Event.UNHELD)} should be trained, which {_UNHELD}"
+        if not is_short and values[-1] > usual:  # the latest loss alone is a high one
+            went += f", its mean from {usual:g} to {fmean(values[-LATE:]):g}"
         return f"Nothing needs fixing{unless and f', unless {unless}'}: {went}."
     if frozen:
         return f"{judged}. If it should have fallen, look at {_listed(frozen)}, {_FROZEN}."
@@ -82,7 +96,8 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
     ends = [rate for _, rate in (*evidence.rates[:1], *evidence.rates[-1:])]
     rates = " to ".join(dict.fromkeys(f"{rate:g}" for rate in ends))
     rate = f", at a learning rate of {rates}" if ends else ""
-    seems_to = values[-1] < usual - FELL * abs(usual)  # the latest loss alone is a low one
+    # The latest loss alone is a low one, or a high one.
+    seems_to = values[-1] < usual - FELL * abs(usual) or values[-1] > ROSE * abs(first or usual)
     mean = f", its mean from {usual:g} to {fmean(values[-LATE:]):g}" if seems_to else ""
     return (
         f"{judged}{mean}{rate}. If it should have fallen, look at the learning rate, clipping, "
