@@ -15,6 +15,19 @@ def no_time_passes(monkeypatch):
         monkeypatch.setattr(f"gradscaler.diagnose._graph.budget.{clock}", lambda: 0.0)
 
 
+@pytest.fixture(autouse=True)
+def each_warning_is_given():
+    """PyTorch gives some warnings once in a process; each is an error, also in code of ours."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(before)
+
+
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "run.jsonl"

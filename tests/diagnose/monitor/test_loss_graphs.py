@@ -20,7 +20,7 @@ from torch.nn.functional import (
     triplet_margin_loss,
 )
 
-from gradscaler.diagnose import Monitor
+from gradscaler.diagnose import FindingWarning, Monitor
 from gradscaler.torch import GradScaler
 from tests.support.marked_lines import lines_marked_in
 
@@ -49,7 +49,7 @@ def judged(loss_of, scaler=None, dtype=None, steps=12):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with Monitor(scaler, model) as monitor, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # findings
+        warnings.simplefilter("ignore", FindingWarning)
         for _ in range(steps):
             with torch.autocast("cpu", dtype, enabled=dtype is not None):
                 table = model(torch.randn(SIZE, 4))
