@@ -90,6 +90,16 @@ def of_calls():
         seen = [sampled(scale=scale, norm=each / scale, largest=largest) for each in norms]
         return Evidence(50, 0, measured=tuple(seen), optimizers=LINES)
 
+    def divided(*norms, has_scaler=False, **others):
+        """Norms at the step, of gradients with a norm of 2 at a scale of 256."""
+        calls = {"by_hand": 1, "by_hand 256": 1, **others}
+        held = [Optimizers(used=each, lines=LINES.lines) for each in norms]
+        seen = [sampled(norm=2.0 * 256, optimizers=each, calls=calls) for each in held]
+        known = {"optimizers": held[-1], "has_scaler": has_scaler}
+        return Evidence(50, 0, measured=tuple(seen), **known)
+
+    twice, clipped_at = 2.0 / 256, 1.5 / 256
+
     def resumed(ratio, loss=1.0):
         before, first = Before(1024.0, 3.0, 1.0), Step(9, 1024.0 * ratio, skipped=False, loss=loss)
         return Evidence(9, 0, before=before, first=first)
@@ -134,6 +144,25 @@ def of_calls():
             "before clip_grad_norm_ at clip.py:7 ... line='clip.py:7'",
             [clipped(1.0, 1 + 1.9e-5)],
             [clipped(1.0, 1 + 22e-6)],
+        ),
+        (
+            "loss scale, 256 now, has divided the gradients twice before the step at step.py:7 ... "
+            "norm is 5.1e+02 after the backward pass ... line='step.py:7', steps=(), count=2",
+            [
+                divided(1.009 * twice, 0.991 * twice),
+                divided(clipped_at, twice),
+                divided(clipped_at, clipped_at),
+            ],
+            [
+                divided(twice),
+                divided(1.011 * twice, twice),
+                divided(0.989 * twice, 0.97 * twice),
+                divided(clipped_at, 0.9 * clipped_at),
+                divided(0.0025, 0.0025),  # clipped to that, once divided
+                divided(2.0, 2.0),
+                divided(twice, twice, has_scaler=True),
+                divided(twice, twice, **{"by_hand 512": 1}),
+            ],
         ),
         ("The norm of the gradients is 1000", [clipped(1000.0)], [clipped(1000.0, scale=10.0)]),
         ("The norm of the gradients is 1200", [], [clipped(1200.0)]),

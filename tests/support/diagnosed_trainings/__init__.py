@@ -94,6 +94,28 @@ def fit(
         after(step)
 
 
+def fit_by_own_scale(
+    setting: Setting, *, divisions: int = 1, limit: float = 1.0, passes: int = 1
+) -> None:
+    """A loop that scales its loss itself, and clips gradients after the first division by it."""
+    model, scale = mlp(16, 32, 1), setting.pick(2.0**10, 2.0**8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    setting.monitor(None, model)
+    for _ in range(120):
+        optimizer.zero_grad()
+        for _ in range(passes):
+            with torch.autocast("cpu", torch.float16):
+                loss = regression(model, torch.randn(64, 16)) / passes
+            (loss * scale).backward()
+        for division in range(divisions):
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(1 / scale)
+            if division == 0:
+                nn.utils.clip_grad_norm_(model.parameters(), limit)
+        optimizer.step()
+
+
 def mlp(*widths: int, act: type[nn.Module] = nn.ReLU) -> nn.Sequential:
     """Linear layers with an activation between them."""
 

@@ -8,7 +8,14 @@ from torch.utils.checkpoint import checkpoint
 
 from gradscaler import FixedScale
 from gradscaler.torch import GradScaler
-from tests.support.diagnosed_trainings import Setting, fit, mlp, regression, training
+from tests.support.diagnosed_trainings import (
+    Setting,
+    fit,
+    fit_by_own_scale,
+    mlp,
+    regression,
+    training,
+)
 
 
 @training("normal")
@@ -678,6 +685,12 @@ def a_loss_that_is_0_while_the_scale_settles(setting: Setting) -> None:
         return loss * (setting.pick(1e4, 1e5, 3e4) if step % 3 == 0 and step < 20 else 0.0)
 
     fit(setting, model, loss_of, 40)
+
+
+@training("normal")
+def an_own_scale_beside_a_clipping(setting: Setting) -> None:
+    """One that clips to less than a gradient divided twice, and one with micro-batches."""
+    fit_by_own_scale(setting, limit=setting.pick(1e-7, 1.0), passes=setting.pick(1, 4))
 
 
 @training("normal")

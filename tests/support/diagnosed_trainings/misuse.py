@@ -10,7 +10,14 @@ from torch import Tensor, nn
 
 from gradscaler import FixedScale
 from gradscaler.torch import GradScaler
-from tests.support.diagnosed_trainings import Setting, fit, mlp, regression, training
+from tests.support.diagnosed_trainings import (
+    Setting,
+    fit,
+    fit_by_own_scale,
+    mlp,
+    regression,
+    training,
+)
 
 
 @training("misuse", None, "autocast")
@@ -344,6 +351,11 @@ def the_optimizer_steps_without_the_scaler(setting: Setting) -> None:
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         optimizer.step()
+
+
+@training("misuse", None, "has divided the gradients twice.* second call of what unscales them")
+def gradients_divided_twice_by_an_own_scale(setting: Setting) -> None:
+    fit_by_own_scale(setting, divisions=2, limit=setting.pick(100.0, 1.0))
 
 
 @training("misuse", "aux", "Scale each loss")

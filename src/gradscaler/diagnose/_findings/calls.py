@@ -8,13 +8,14 @@ from statistics import median
 
 from gradscaler.diagnose._findings.detector import Phase, Role, detector
 from gradscaler.diagnose._findings.evidence import Evidence
-from gradscaler.diagnose._record.events import Event
+from gradscaler.diagnose._record.events import Event, Events
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.formats import format_named
 from gradscaler.diagnose._record.lines import Sample
 from gradscaler.diagnose._record.step import Before, Step
 from gradscaler.diagnose._record.thresholds import (
     ALMOST_ALL,
+    EXACT,
     EXACT_POWER,
     FELL_WITH_SCALE,
     FEW_CALLS,
@@ -266,6 +267,40 @@ def _one_limit(values: list[float]) -> float | None:
     limit = float(f"{values[0]:.2g}")
     is_one = all(abs(value - limit) <= SAME_NORM * limit for value in values)
     return limit if is_one and limit <= LARGEST_CLIP else None
+
+
+@detector(Phase.MISUSE)
+def divided_twice(evidence: Evidence) -> Finding | None:
+    """Gradients that a script divides twice by a loss scale of its own."""
+    seen = [found for each in evidence.measured if (found := _divided(each)) is not None]
+    factors = [used * scale * scale / norm for scale, norm, used in seen]
+    if evidence.has_scaler or len(seen) < FEW_SAMPLES or max(factors) > 1 + EXACT:
+        return None
+    # Beside exact ones, there may be some that were clipped after the first division.
+    both = zip(factors, seen, strict=True)
+    clipped = [used * scale for factor, (scale, _, used) in both if factor < 1 - EXACT]
+    if clipped and (_one_limit(clipped) is None or _one_limit([used for *_, used in seen])):
+        return None
+    scale, norm, used = seen[-1]
+    return Finding(
+        "misuse",
+        f"In {len(seen)} samples, the script's own loss scale, {scale:g} now, has divided the "
+        f"gradients twice before the step{evidence.at('step')}: their norm is "
+        f"{norm:.2g} after the backward pass, and {used:.2g} then.",
+        "Divide them once: look for a second call of what unscales them, as in the step() of a "
+        "wrapper.",
+        line=evidence.line_of("step"),
+        count=len(seen),
+    )
+
+
+def _divided(sample: Sample) -> tuple[float, float, float] | None:
+    """A script's own loss scale, and the norm of the gradients before and at a step, if known."""
+    scales = Events().after(sample.calls).places(Event.BY_HAND)
+    used = None if sample.optimizers is None else sample.optimizers.used
+    if len(scales) != 1 or not used or not sample.norm:
+        return None
+    return float(*scales), sample.norm, used
 
 
 @detector(Phase.MISUSE, needs_scaler=True, in_streak=Role.BESIDE)

@@ -125,7 +125,9 @@ class EagerObserver(StepSource):
             listen(outputs, iteration.backward, self._hooks)
         if iteration.is_first and self._sees_graph and not iteration.is_long:
             self._held.see_leaves(outputs)
+            iteration.scaled.note_scale(outputs)
         if iteration.is_sampled and self._sees_graph:
+            iteration.scaled.note_scale(outputs)
             iteration.scaled.add(outputs, self._line_of)
         if iteration.is_first and not iteration.begun and self._held.has_moved():
             self._iterations.note_call(Event.STEPLESS)

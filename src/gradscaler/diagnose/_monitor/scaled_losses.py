@@ -60,7 +60,7 @@ class ScaledLosses:
     reached: dict[int, Tensor] = field(default_factory=dict)  # parameters by their ids
     mistakes: dict[Event, str] = field(default_factory=dict)  # their places
     positive: list[tuple[str, Tensor]] = field(default_factory=list)  # operations and losses
-    is_by_hand: bool = False  # whether the code multiplies a loss by a power of 2
+    by_hand: set[float] = field(default_factory=set)  # powers of 2 that multiply a loss
     chance: float | None = None  # the loss of a guess, if the latest loss is a cross entropy
 
     def add(self, loss: Tensor, line_of: Callable[[Tensor, Node], Line]) -> None:
@@ -68,7 +68,6 @@ class ScaledLosses:
         self.is_whole &= self._add_nodes(loss, line_of)
         if loss.grad_fn is None:
             return
-        self.is_by_hand |= _is_scaled_by_hand(loss)
         if not bool(loss.detach().any()) and (end := end_of(loss)) is not None:
             cause, node = end
             self._note(Event.ENDED, node, line_of(loss, node), before=f"{cause} ")
@@ -82,6 +81,11 @@ class ScaledLosses:
             node, reader = _at_root(summand, _ELEMENTWISE)
             if node is not None and (sizes := _broadcast(node, reader)):
                 self._note(Event.BROADCAST, node, line_of(loss, node), sizes)
+
+    def note_scale(self, loss: Tensor) -> None:
+        """Note a loss scale of the script's own."""
+        if scale := _scale_by_hand(loss):
+            self.by_hand.add(scale)
 
     def _add_nodes(self, loss: Tensor, line_of: Callable[[Tensor, Node], Line]) -> bool:
         """Add the nodes of a loss; False if a part of its graph is hidden."""
@@ -154,8 +158,9 @@ class ScaledLosses:
         """The events of an iteration with this loss; waits for the device."""
         if any(float(each.mean()) < _BELOW for _, each in self.positive):
             yield Counted(Event.NEGATIVE)
-        if self.is_by_hand:
+        if self.by_hand:
             yield Counted(Event.BY_HAND)
+        yield from (Counted(Event.BY_HAND, f"{scale:.0f}") for scale in self.by_hand)
         for event, place in self.mistakes.items():
             if event is not Event.ABSORBED or math.isfinite(loss or 0.0):
                 yield Counted(event)
@@ -196,16 +201,26 @@ def _name_of(parameter: Tensor) -> str:
     return f"one of shape {list(parameter.shape)}"
 
 
-def _is_scaled_by_hand(loss: Tensor) -> bool:
-    """Whether the code multiplies a loss by a large power of 2, on the host."""
-    node = loss.grad_fn
-    while node is not None and node.name().startswith("Div") and len(_before(node)) == 1:
-        (node,) = _before(node)  # by the number of micro-batches
-    factor = saved(node, "other") if node is not None and "Mul" in node.name() else None
+def _scale_by_hand(loss: Tensor) -> float:
+    """The large power of 2 by which the code multiplies a loss, on the host; 0 if it does not."""
+    node, scale = loss.grad_fn, 1.0
+    while node is not None:
+        factor = _power_of_2(node) if "Mul" in node.name() else None
+        is_quotient = node.name().startswith("Div")  # by the number of micro-batches
+        if not (factor or is_quotient) or len(_before(node)) != 1:
+            break
+        scale *= factor or 1.0
+        (node,) = _before(node)
+    return scale if scale >= _LEAST_SCALE else 0.0
+
+
+def _power_of_2(node: Node) -> float | None:
+    """The power of 2 on the host, above 1, that a product has as a factor; None if it has none."""
+    factor = saved(node, "other")
     if factor is None or factor.numel() != 1 or factor.requires_grad:
-        return False
+        return None
     value = float(factor) if factor.device.type == "cpu" else 0.0
-    return value >= _LEAST_SCALE and math.frexp(value)[0] == 0.5
+    return value if value > 1 and math.frexp(value)[0] == 0.5 else None
 
 
 def _in_lists(model: Any) -> Iterator[tuple[str, Tensor]]:

@@ -57,7 +57,8 @@ class Event(Enum):
 
     # Losses, at samples; at an operation and its line, or at parameters, too.
     NEGATIVE = "negative", "scaled_losses", "loss_graphs"  # never so for targets as they should be
-    BY_HAND = "by_hand", "scaled_losses", "evidence"  # multiplied by a power of 2 from 256 on
+    # Multiplied by a power of 2 from 256 on: at that, too.
+    BY_HAND = "by_hand", "scaled_losses", "calls evidence"
     # A float16 divisor was Inf.
     ABSORBED = "absorbed", "scaled_losses", "loss_graphs gradient_values"
     ENDED = "ended", "scaled_losses", "loss_graphs"  # it is 0, and each way from it ends

@@ -102,6 +102,9 @@ VANISHED = 20  # powers of 2 from the largest gradient of one parameter to that 
 # The same, where the graph passes so many of sigmoid and tanh in a row. A sigmoid passes on at most
 # a quarter, so four lose 8 powers beside those of the weights: `test_sigmoids_in_a_row_are_named`.
 VANISHED_BEHIND, MANY_IN_A_ROW = 10, 4
+# The relative difference of a norm from the one divided twice by the loss scale. Rounding makes
+# less, and a clipping makes more: `an_own_scale_beside_a_clipping`.
+EXACT = 0.01
 SAME_NORM = 2e-5  # the relative difference of norms that are clipped to one number
 LARGEST_CLIP = 1e3  # the largest number that people clip gradients to
 # A clipping by more, in weights that move by less: `a_clipping_that_leaves_almost_nothing`.
