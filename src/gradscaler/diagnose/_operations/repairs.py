@@ -146,7 +146,8 @@ SQUARES = Repair(
 # Exponentials.
 EXP_IN_FLOAT16 = Repair(
     "the exponential of more than 11 leaves float16: raise the temperature, subtract the "
-    "largest exponent first, clamp it (a ratio of probabilities), or compute it in float32",
+    "largest exponent first, clamp it at its source (log-variance, ratio), or compute it in "
+    "float32",
     _in_float16,
 )
 EXP = Repair(
