@@ -86,7 +86,9 @@ def _dead_in_turns(evidence: Evidence) -> str:
     return first.partition(".")[0]
 
 
-def _at_a_place(phase: Phase, event: Event, kind: str, cause: str, action: str) -> Detector:
+def _at_a_place(
+    phase: Phase, event: Event, kind: str, cause: str, action: str, *, is_certain: bool = True
+) -> Detector:
     """The detector of an event that samples count by its place.
 
     ``cause`` and ``action`` may name ``{place}``, ``{operation}`` and ``{count}``.
@@ -101,7 +103,8 @@ def _at_a_place(phase: Phase, event: Event, kind: str, cause: str, action: str) 
         operation, _, rest = place.partition(" at ")
         known = {"place": place, "operation": operation, "count": count}
         line = rest.partition(" makes ")[0] or None
-        return Finding(kind, cause.format(**known), action.format(**known), line=line, count=count)
+        told = cause.format(**known), action.format(**known)
+        return Finding(kind, *told, line=line, count=count, is_certain=is_certain)
 
     return detect
 
@@ -157,6 +160,16 @@ broadcast = _at_a_place(
     "broadcasting.",
     "Unless all pairs are meant, give outputs and targets one shape: squeeze(-1) those of shape "
     "[n, 1], or unsqueeze(-1) the others. Else outputs become the mean of the targets.",
+)
+constant = _at_a_place(
+    Phase.LOSS,
+    Event.CONSTANT,
+    "misuse",
+    "The loss adds {place}, and none of its inputs has a gradient: that term changes no weight, "
+    "whatever its value.",
+    "Give it the output of the model that is trained, without detach(), and not that of a teacher "
+    "twice; if its inputs are frozen on purpose, leave it out.",
+    is_certain=False,
 )
 unregistered = _at_a_place(
     Phase.MISUSE,

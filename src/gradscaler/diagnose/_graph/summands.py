@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from gradscaler.diagnose._graph.call_site import Node, is_form, operation_of
 from gradscaler.diagnose._graph.nodes import nodes_from
 from gradscaler.diagnose._operations.operation import Role
@@ -35,3 +37,23 @@ def summands_of(node: Node) -> list[Node]:
         if inner is None or not (is_alone or is_sum_of_stack):
             return [node]
         (node,) = below
+
+
+def adders_of(node: Node) -> Iterator[Node]:
+    """The nodes that add something up to make a loss, among them those that add one to numbers."""
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        operation, below = operation_of(node), [each for each, _ in node.next_functions]
+        is_adder = operation in _ADDS | _STACKS
+        if is_adder:
+            yield node
+        if is_adder or operation in (*_WEIGHS, "sum", "mean") or is_form(node):
+            waiting += below
+
+
+def adds_a_constant(node: Node) -> bool:
+    """Whether a loss adds up something without a graph, such as a number."""
+    return any(below is None for each in adders_of(node) for below, _ in each.next_functions)

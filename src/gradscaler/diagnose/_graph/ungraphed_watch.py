@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
+from typing import Any
 
 from gradscaler.diagnose._graph.budget import CREDIT, Budget
 from gradscaler.diagnose._graph.call_origins import CallOrigins
 from gradscaler.diagnose._graph.calls import Call, CallWatch
+from gradscaler.diagnose._graph.constant_terms import ConstantTerms
 from gradscaler.diagnose._graph.hooks import weakly
 from gradscaler.diagnose._graph.places import Module, Places
 from gradscaler.diagnose._record.located import Located, is_exact
@@ -16,6 +19,7 @@ _MOST_IN_VAIN = 3  # failed steps: what three of them do not show is in the data
 # Steps to watch after a failure until another one: a watched step is not quite as without a watch,
 # and what fails more rarely than one step in six is worth the second run of `--watch`.
 _MOST_HEALTHY = 5
+_MOST_SOUGHT = 4  # steps to watch for a constant term, as most are numbers, or meant
 
 
 class UngraphedWatch:
@@ -27,12 +31,15 @@ class UngraphedWatch:
     time, and a second. One that would take longer breaks off, as it does if the model is evaluated
     meanwhile.
 
+    A step is also watched for the loss function of a constant term, on demand.
+
     Args:
         model: the model, which names the places; None if there is none.
         is_on: whether to watch at all.
 
     Attributes:
         seen: what was seen in the present step.
+        terms: the constant terms of its losses, if they are sought.
         calls: sees the calls.
     """
 
@@ -42,7 +49,9 @@ class UngraphedWatch:
         self._left = _MOST_IN_VAIN * is_on  # failures that may show nothing
         self._is_wanted = False
         self._healthy_left = 0  # steps to watch until another failure
-        self.seen = CallOrigins(Places(None))
+        self._is_sought = self._follows = False  # a term in the next step; Inf and NaN in this one
+        self._seeks_left = _MOST_SOUGHT * is_on
+        self.seen, self.terms = CallOrigins(Places(None)), ConstantTerms()
         self.calls = CallWatch(weakly(self._see), weakly(self._may_continue))
 
     @property
@@ -50,16 +59,27 @@ class UngraphedWatch:
         """Whether calls are seen."""
         return self.calls.is_on
 
+    def seek_term(self) -> None:
+        """Watch the next step for a constant term; not where PyTorch has compiled anything.
+
+        Compiled code would run uncompiled meanwhile, and compute other bits.
+        """
+        dynamo: Any = sys.modules.get("torch._dynamo.utils")
+        if self._seeks_left and not (dynamo and dynamo.counters.get("frames")):
+            self._seeks_left -= 1
+            self._is_sought = True
+
     def begin(self, step: int) -> None:
         """Begin a step, before its forward pass."""
-        is_due = self._is_wanted and self._left and self._healthy_left
+        self._follows = bool(self._is_wanted and self._left and self._healthy_left)
+        is_due, self._is_sought = self._follows or self._is_sought, False
         seconds = self._budget.left(step - 1) if is_due else None
         if seconds is not None:
-            self.seen = CallOrigins(Places(self._model))
+            self.seen, self.terms = CallOrigins(Places(self._model)), ConstantTerms()
             with suppress(RuntimeError):  # a compiled step: PyTorch changes no stance in it
                 self.calls.start()
                 self._budget.begin(seconds, self._budget.usual(step - 1))
-                self._healthy_left -= 1
+                self._healthy_left -= self._follows
 
     def end_passes(self) -> None:
         """Stop seeing calls, as the step's forward and backward passes are over."""
@@ -68,8 +88,9 @@ class UngraphedWatch:
 
     def step_ended(self, step: int, found: Located | None) -> None:
         """Note the end of a step, and the origin of the Inf or NaN in its loss, if any."""
-        if was_watched := self._budget.is_running:
+        if is_over := self._budget.is_running:
             self.stop()
+        was_watched = is_over and self._follows
         self._budget.step_ended(step)
         if found is not None:
             self._is_wanted, self._healthy_left = not is_exact(found), _MOST_HEALTHY
@@ -80,10 +101,12 @@ class UngraphedWatch:
         """Stop watching, and forget what was seen."""
         self.calls.stop()
         self._budget.end()
-        self.seen = CallOrigins(Places(None))
+        self.seen, self.terms = CallOrigins(Places(None)), ConstantTerms()
 
     def _see(self, call: Call) -> None:
-        self.seen.see(call)
+        if self._follows:
+            self.seen.see(call)
+        self.terms.see(call)
 
     def _may_continue(self) -> bool:
         """Whether to go on watching at a call; breaks the watch off if not."""

@@ -129,6 +129,7 @@ class EagerObserver(StepSource):
         if iteration.is_sampled and self._sees_graph:
             iteration.scaled.note_scale(outputs)
             iteration.scaled.add(outputs, self._line_of)
+        self._see_terms(iteration, outputs)
         if iteration.is_first and not iteration.begun and self._held.has_moved():
             self._iterations.note_call(Event.STEPLESS)
         if self._cut_off.is_looking and not iteration.is_long:
@@ -142,6 +143,16 @@ class EagerObserver(StepSource):
         loss = loss.abs() if "complex" in str(loss.dtype).lower() else loss
         if 0 not in loss.shape:  # this process' part may be empty
             iteration.add_loss(alone(loss) if loss.ndim == 0 else loss.mean())
+
+    def _see_terms(self, iteration: Iteration, loss: Tensor) -> None:
+        """Note a term of a loss that no gradient passes, or look for it in the next step."""
+        if self._graphs is None:
+            return
+        if place := self._graphs.ungraphed.terms.found_in(loss):
+            iteration.note(Event.CONSTANT)
+            iteration.note(Event.CONSTANT, place)
+        if iteration.scaled.adds_a_constant:
+            self._graphs.ungraphed.seek_term()
 
     def leave_out(self, loss: Tensor) -> None:
         """Report a loss that is not finite, and that no backward pass takes."""

@@ -22,7 +22,7 @@ from gradscaler.diagnose._graph.nodes import (
     saved,
 )
 from gradscaler.diagnose._graph.places import in_memory
-from gradscaler.diagnose._graph.summands import summands_of
+from gradscaler.diagnose._graph.summands import adds_a_constant, summands_of
 from gradscaler.diagnose._graph.zero_losses import end_of
 from gradscaler.diagnose._operations.operation import Role
 from gradscaler.diagnose._operations.rows import names_with
@@ -61,6 +61,7 @@ class ScaledLosses:
     mistakes: dict[Event, str] = field(default_factory=dict)  # their places
     positive: list[tuple[str, Tensor]] = field(default_factory=list)  # operations and losses
     by_hand: set[float] = field(default_factory=set)  # powers of 2 that multiply a loss
+    adds_a_constant: bool = False  # whether a loss has a term without a graph
     chance: float | None = None  # the loss of a guess, if the latest loss is a cross entropy
 
     def add(self, loss: Tensor, line_of: Callable[[Tensor, Node], Line]) -> None:
@@ -68,6 +69,7 @@ class ScaledLosses:
         self.is_whole &= self._add_nodes(loss, line_of)
         if loss.grad_fn is None:
             return
+        self.adds_a_constant |= self.is_whole and adds_a_constant(loss.grad_fn)
         if not bool(loss.detach().any()) and (end := end_of(loss)) is not None:
             cause, node = end
             self._note(Event.ENDED, node, line_of(loss, node), before=f"{cause} ")

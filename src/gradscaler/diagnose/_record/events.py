@@ -65,6 +65,7 @@ class Event(Enum):
     TWICE = "twice", "scaled_losses", "loss_graphs"  # it takes probabilities for logits
     CUT = "cut", "scaled_losses", "loss_graphs"  # a ReLU makes its logits
     LINEAR = "linear", "scaled_losses", "loss_graphs"  # kl_div takes probabilities for logarithms
+    CONSTANT = "constant", "observer", "loss_graphs"  # its term depends on nothing that is trained
     ACROSS = "across", "scaled_losses", "loss_graphs"  # log-probabilities over the batch
     BROADCAST = "broadcast", "scaled_losses", "loss_graphs"  # n outputs with n targets each
     FLAT = "flat", "scaled_losses", "learning"  # it is behind many of sigmoid and tanh in a row

@@ -1,0 +1,130 @@
+"""Terms of a loss that no gradient passes, by the line of their loss function."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.functional import mse_loss
+
+from gradscaler.diagnose import Monitor, read_run
+from gradscaler.torch import GradScaler
+from tests.support.marked_lines import lines_marked_in
+
+pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
+line_with = lines_marked_in(__file__)
+KL = nn.KLDivLoss(log_target=True, reduction="batchmean")
+LABELS = torch.arange(8) % 3
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_compiled(monkeypatch):
+    """As if no test before had compiled anything in this process."""
+    import torch._dynamo.utils
+
+    monkeypatch.delitem(torch._dynamo.utils.counters, "frames", raising=False)
+
+
+def weighted(out, teacher):
+    soft = KL(teacher.log_softmax(1), teacher.log_softmax(1))  # weighted
+    return 100 * soft + 0.5 * functional.cross_entropy(out, LABELS)
+
+
+def imported(out, teacher):
+    loss = functional.cross_entropy(out, LABELS)
+    loss += mse_loss(out.detach(), teacher) / 2  # imported
+    return loss
+
+
+def listed(out, teacher):
+    extra = functional.l1_loss(out.detach(), teacher)  # listed
+    return sum([functional.cross_entropy(out, LABELS), extra])
+
+
+def stacked(out, teacher):
+    extra = functional.smooth_l1_loss(out.detach(), teacher)  # stacked
+    return torch.stack([functional.cross_entropy(out, LABELS), extra]).mean()
+
+
+def logged(out, teacher):
+    functional.mse_loss(out.detach(), teacher)
+    return functional.cross_entropy(out, LABELS) + 1.0
+
+
+def by_item(out, teacher):
+    return functional.cross_entropy(out, LABELS) + functional.mse_loss(out.detach(), teacher).item()
+
+
+def as_a_weight(out, teacher):
+    return sum([functional.cross_entropy(out, LABELS) * functional.mse_loss(out.detach(), teacher)])
+
+
+def under_no_grad(out, teacher):
+    with torch.no_grad():
+        extra = functional.mse_loss(out, teacher)
+    return functional.cross_entropy(out, LABELS) + extra
+
+
+def stopped(out, teacher):
+    return functional.cross_entropy(out, LABELS) + functional.mse_loss(out, teacher).detach()
+
+
+def used(out, teacher):
+    return sum([functional.cross_entropy(out, LABELS), 2 * functional.mse_loss(out, teacher)])
+
+
+def trained(loss_of, path=None, scaler=None, is_watched=True):
+    """The verdict on twelve steps, and the weights after them."""
+    torch.manual_seed(0)
+    model, told = nn.Linear(4, 3), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    monitor = Monitor(scaler, model, path=path, tell=told.append) if is_watched else None
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss = loss_of(model(torch.randn(8, 4)), torch.randn(8, 3))
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    if monitor is not None:
+        monitor.close()
+    return monitor and monitor.verdict, [*model.parameters()]
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize("loss_of", [weighted, imported, listed, stacked])
+def test_a_loss_function_whose_inputs_have_no_gradient_is_named(loss_of, is_scaled, path):
+    scaler = GradScaler("cpu", init_scale=8.0) if is_scaled else None
+    verdict, _ = trained(loss_of, path, scaler)
+    line = line_with(loss_of.__name__)
+    found = next(each for each in verdict.findings if each.line == line)
+    assert (found.kind, found.is_certain) == ("misuse", False)
+    assert f"at {line}, and none of its inputs has a gradient" in found.cause
+    assert read_run(path).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [logged, by_item, as_a_weight, under_no_grad, stopped, used],
+    ids=lambda f: f.__name__,
+)
+def test_what_is_only_logged_or_a_number_or_meant_is_not(loss_of):
+    assert trained(loss_of)[0].kind == "normal"
+
+
+@pytest.mark.parametrize("loss_of", [weighted, listed, logged, used])
+def test_the_search_changes_no_bit(loss_of):
+    watched, alone = trained(loss_of)[1], trained(loss_of, is_watched=False)[1]
+    assert all(map(torch.equal, watched, alone))
+
+
+def test_no_step_is_watched_where_anything_was_compiled(monkeypatch):
+    import torch._dynamo.utils
+
+    monkeypatch.setitem(torch._dynamo.utils.counters, "frames", {"total": 1})
+    assert trained(weighted)[0].kind == "normal"
