@@ -2,15 +2,23 @@
 
 from pathlib import Path
 
+import flax.training.dynamic_scale
 import jax
 import jax.numpy as jnp
+import jmp
 import pytest
 
 import gradscaler
+from gradscaler import DynamicScale
 from gradscaler.diagnose import read_run
+from gradscaler.jax import GradScaler
+from gradscaler.jax import flax as ours_for_flax
+from gradscaler.jax import jmp as ours_for_jmp
+from tests.support.marked_lines import lines_marked_in
 from tests.support.scripts import fixtures_of, lines_of
 
 SCRIPT = Path(__file__).with_name("loops.py")
+marked = lines_marked_in(__file__)
 LINE = lines_of(SCRIPT, "sqrt", "log", "norm")
 plain, ran, in_step_13 = fixtures_of(SCRIPT)
 
@@ -129,3 +137,45 @@ def test_numbers_whose_squares_leave_their_dtype_are_finite(tmp_path, dtype):
         assert watch.verdict.kind == "normal"
         take(weights, held, jnp.nan)
     assert "step 4 was applied" in watch.verdict.text
+
+
+SCALERS = {
+    "flax": lambda scale: flax.training.dynamic_scale.DynamicScale(scale=scale),
+    "jmp": lambda scale: jmp.DynamicLossScale(jnp.float32(scale)),
+    "ours": lambda scale: GradScaler(state=DynamicScale().init()._replace(scale=scale)),
+    "ours for flax": lambda scale: ours_for_flax.DynamicScale(scale=scale),
+    "ours for jmp": lambda scale: ours_for_jmp.DynamicLossScale(jnp.float32(scale)),
+}
+
+
+def gradients_by(scaler, loss_of, weights):
+    """The next scaler, whether gradients are finite, the loss, and the gradients."""
+    if hasattr(scaler, "value_and_grad"):
+        return scaler.value_and_grad(loss_of)(weights)
+    taken = jax.value_and_grad(lambda w: scaler.scale(loss_of(w)))(weights)
+    loss, gradients = scaler.unscale(taken)
+    finite = jnp.isfinite(gradients).all()
+    return scaler.adjust(finite), finite, loss, gradients
+
+
+@pytest.mark.parametrize("outputs", [1.0, 300.0])
+@pytest.mark.parametrize("name", SCALERS)
+def test_a_scale_is_no_cause_and_an_overflow_beside_it_is(tmp_path, name, outputs):
+    def loss_of(weights):
+        made = weights.astype(jnp.float16) * outputs
+        return jnp.sum(made**2)  # SQUARE
+
+    def step(weights, scaler):
+        scaler, finite, loss, gradients = gradients_by(scaler, loss_of, weights)
+        return jnp.where(finite, weights - 1e-3 * gradients, weights), scaler, loss
+
+    with gradscaler.watch(tmp_path) as watch:
+        weights, scaler, take = jnp.ones(3), SCALERS[name](2.0**24), jax.jit(step)
+        for _ in range(12):
+            weights, scaler, _ = take(weights, scaler)
+    if outputs == 1.0:
+        assert watch.verdict.kind == "normal"
+        assert "itself" not in watch.verdict.text
+    else:
+        assert watch.verdict.kind == "silent"
+        assert f"pow at {marked('SQUARE')}" in watch.verdict.text

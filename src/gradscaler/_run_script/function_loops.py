@@ -26,6 +26,7 @@ from gradscaler.diagnose._locate.locate import is_locating
 from gradscaler.diagnose._locate.unnoticed import unnoticed
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
 from gradscaler.diagnose._monitor.replay import MOST_IN_VAIN, located_in
+from gradscaler.diagnose._monitor.traced_scalers import at_scale_1, is_of_jax
 
 Array = Any
 Function = Callable[..., Any]
@@ -160,14 +161,17 @@ class FunctionLoops:
         all_bad = [pair for pair, is_ok in zip(leaves, finite, strict=True) if not is_ok]
         nonfinite = [leaf for _, leaf in all_bad]
         bad = [(path, leaf) for path, leaf in all_bad if leaf.ndim or not has_arrays]
-        again = _unnoticed(partial(watched.of, **kwargs), watched.users)
+        again = _unnoticed(watched.of, kwargs, watched.users)
         run = self._runs.open[watched.key]
         is_left_out = is_same and self._is_left_out(watched, run, again, args)
         watched.has_moved |= bool(pairs) and not is_same
         states = watched.states_in(before, leaves)
         others = [made[at] for path, at in places.others if path not in states]
+        loss = self._loss_in(leaves, others, nonfinite, watched.of is watched.function)
+        if nonfinite and not bad and _has_scaler(given) and self._is_of_scale(watched, again, args):
+            is_left_out, loss = True, None
         run.record(
-            self._loss_in(leaves, others, nonfinite, watched.of is watched.function),
+            loss,
             self._named(bad, watched, args, results) if bad and not is_left_out else {},
             (lambda: (again, *args)) if is_there and not is_left_out else None,
         )
@@ -204,6 +208,20 @@ class FunctionLoops:
         if watched.leaves_out:
             run.leave_unchanged(located)
         return watched.leaves_out
+
+    def _is_of_scale(self, watched: _Watched, step: Function, args: Any) -> bool:
+        """Whether the loss of a step is Inf or NaN by its loss scale alone, as in a healthy one.
+
+        A loss in float16 is multiplied in float16 by a scale that is a number of Python, or narrow.
+        """
+        if not watched.num_searches:
+            return False
+        try:
+            located = located_in(step, *args)
+        except Exception:  # the monitor, which runs it again, tells it
+            return False
+        watched.num_searches -= located is not None
+        return located is None
 
     def _places(self, watched: _Watched, args: Any, results: Any) -> _Places:
         """Where the numbers of a step are, by the structure of its arguments and results.
@@ -375,14 +393,34 @@ class _Watched:
         return repr(self.function)
 
 
-def _unnoticed(step: Function, users: Function) -> Function:
-    """A step that is run again, whose Python code JAX runs to trace it."""
+def _unnoticed(step: Function, kwargs: dict[str, Any], users: Function) -> Function:
+    """A step that is run again, whose Python code JAX runs to trace it; it scales no loss."""
 
     def again(*args: Any) -> Any:
+        args, own = _at_scale_1((args, kwargs))
         with unnoticed():
-            return step(*args)
+            return step(*args, **own)
 
     return update_wrapper(again, users, updated=())
+
+
+def _has_scaler(arguments: Any) -> bool:
+    """Whether arguments hold a scaler."""
+    is_opaque = opaque_in(arguments) or (lambda _: False)
+    leaves = sys.modules["jax"].tree_util.tree_leaves(
+        arguments, is_leaf=lambda x: is_of_jax(x) or is_opaque(x)
+    )
+    return any(map(is_of_jax, leaves))
+
+
+def _at_scale_1(arguments: Any) -> Any:
+    """Arguments in which each scaler has a scale of 1."""
+    is_opaque = opaque_in(arguments) or (lambda _: False)
+    return sys.modules["jax"].tree_util.tree_map(
+        lambda x: at_scale_1(x) if is_of_jax(x) else x,
+        arguments,
+        is_leaf=lambda x: is_of_jax(x) or is_opaque(x),
+    )
 
 
 def _kinds(leaves: list[Any], structure: Any) -> tuple[Any, ...]:

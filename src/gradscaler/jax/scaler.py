@@ -179,7 +179,7 @@ class GradScaler:
         axis_name: AxisName | None = None,
         *,
         finite_axis: AxisName | None = None,
-        transform: Callable[..., Any] = jax.value_and_grad,
+        transform: Callable[..., Any] | None = None,
         retries: int = 0,
     ) -> Callable[..., ScaledGradients]:
         """``jax.value_and_grad`` of the scaled function, unscaled and checked.
@@ -195,8 +195,8 @@ class GradScaler:
             finite_axis: named axes that shard the weights. The devices decide together, and
                 gradients are not averaged. If devices have different batches, ``fun`` must return
                 ``jax.lax.pmean(loss, finite_axis)``.
-            transform: the function that differentiates. ``equinox.filter_value_and_grad`` and
-                ``flax.nnx.value_and_grad`` take whole models.
+            transform: the function that differentiates, by default ``jax.value_and_grad``.
+                ``equinox.filter_value_and_grad`` and ``flax.nnx.value_and_grad`` take whole models.
             retries: the largest number of repetitions of a call that overflows and so lowers the
                 scale. The loop is inside the compiled step, and ``fun`` is compiled twice; ``fun``
                 must return arrays. A finite evaluation counts as one step. If no evaluation is
@@ -215,6 +215,8 @@ class GradScaler:
                 raised. There a ``pmean`` in ``fun`` leaves gradients summed over devices, so divide
                 the loss by the number of devices instead.
         """
+        natively = transform in (None, jax.value_and_grad)  # differentiates Python numbers, too
+        transform = jax.value_and_grad if transform is None else transform
         in_place = transform.__module__.startswith("flax.nnx")
         if in_place and (axis_name is not None or retries):
             raise ParameterError(
@@ -233,6 +235,7 @@ class GradScaler:
                 transform=transform,
             )
 
+        @functools.wraps(fun)
         def scaled(*args: object, **kwargs: object) -> tuple[Array, Tree]:
             value = fun(*args, **kwargs)
             if has_aux and not (isinstance(value, (tuple, list)) and len(value) == 2):
@@ -247,7 +250,6 @@ class GradScaler:
         # Equinox's transform has no argnums: it differentiates the first argument.
         wanted = {} if argnums == 0 else {"argnums": argnums}
         differentiated = transform(scaled, **wanted, has_aux=True)
-        natively = transform is jax.value_and_grad  # differentiates Python numbers, too
         is_weight = _operations.is_inexact if natively else _operations.is_inexact_array
 
         @functools.wraps(fun)

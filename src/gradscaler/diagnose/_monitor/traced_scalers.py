@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -96,6 +96,20 @@ def policy_of(scaler: object) -> Any:
     return scaler
 
 
+def is_of_jax(part: object) -> bool:
+    """Whether a part of a function's arguments is a scaler of flax's, of jmp's or of ours."""
+    names = next((names for names in _SCALES if all(hasattr(part, name) for name in names)), None)
+    return names is not None and is_dataclass(part)
+
+
+def at_scale_1(scaler: Any) -> Any:
+    """A scaler of JAX whose scale is 1, in its own dtype, so that a large scale is no cause."""
+    if hasattr(scaler, "policy"):
+        return replace(scaler, state=scaler.state._replace(scale=scaler.state.scale**0))
+    name = "scale" if hasattr(scaler, "fin_steps") else "loss_scale"
+    return replace(scaler, **{name: getattr(scaler, name) ** 0})
+
+
 def number_of(scalar: Scalar) -> float:
     """A scalar of any framework, or the mean of an array, as a Python number."""
     return float(to_numpy(scalar).mean())
@@ -108,6 +122,10 @@ def _parts(scaler: object) -> Iterator[Any]:
             yield from _parts(item)
     else:
         yield scaler
+
+
+# The attributes by which scalers of JAX are known: ours, flax's, and jmp's.
+_SCALES = ("policy", "state", "loss_scale"), ("scale", "fin_steps"), ("loss_scale", "adjust")
 
 
 # Adding 0 copies a value that may change later, or that JAX may delete when it is donated.
