@@ -47,6 +47,7 @@ NAMED = {
     "cumprod": lax.cumprod,
     "cumsum": lax.cumsum,
     "expand": lambda x: lax.broadcast_in_dim(x, (2, *x.shape), (1,)),
+    "gather": lambda x: jnp.take(x, jnp.array([0])),
     "linalg_cholesky": lambda x: lax.linalg.cholesky(jnp.diag(x)),
     "linalg_eigh": lambda x: lax.linalg.eigh(jnp.diag(x)),
     "linalg_qr": lambda x: lax.linalg.qr(jnp.diag(x)),
@@ -136,3 +137,20 @@ def test_a_repair_cures_a_slope_that_pytorch_does_not_have(name, function, repai
     assert jnp.isnan(jax.grad(lambda x: function(x).sum())(0.0))
     assert row_of(name).repair(Seen(is_backward=True, has_nan=True)) is repair
     assert jnp.isfinite(jax.grad(lambda x: cured(x).sum())(0.0))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        jnp.take,
+        lambda x, i: jnp.take_along_axis(x, i, 0),
+        lambda x, i: x.at[i].get(mode="fill", fill_value=jnp.nan),
+    ],
+)
+def test_an_index_out_of_range_gives_nan_which_one_within_it_does_not(read):
+    x, index = jnp.ones(3), jnp.array([0, 3])
+    assert jnp.isnan(read(x, index)).tolist() == [False, True]
+    assert jnp.isfinite(read(x, jnp.clip(index, 0, 2))).all()
+    row = row_of("gather")
+    assert row.repair(Seen(has_nan=True)) is to.OUT_OF_RANGE
+    assert row.repair(Seen(has_inf=True)) is None

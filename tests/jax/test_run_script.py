@@ -179,3 +179,25 @@ def test_a_scale_is_no_cause_and_an_overflow_beside_it_is(tmp_path, name, output
     else:
         assert watch.verdict.kind == "silent"
         assert f"pow at {marked('SQUARE')}" in watch.verdict.text
+
+
+@pytest.mark.parametrize("padding", ["seen", "masked", "given"])
+def test_an_index_out_of_range_is_told_where_its_nan_reaches_the_step(tmp_path, padding):
+    """A mean takes the rows of ids; padding is left out before it, or its row is NaN by itself."""
+
+    def loss_of(weights, ids):
+        rows = jnp.take(weights, ids, axis=0)  # GATHER
+        if padding == "masked":
+            rows = jnp.where((ids < len(weights))[:, None], rows, 0.0)
+        return jnp.mean(rows**2)
+
+    with gradscaler.watch(tmp_path) as watch:
+        weights, take = jnp.ones((4, 2)), jax.jit(jax.value_and_grad(loss_of))
+        for step in range(8):
+            table = weights.at[3].set(jnp.nan) if padding == "given" and step == 5 else weights
+            _, gradients = take(table, jnp.array([0, 1, 3 + (step == 5) * (padding != "given")]))
+            weights = weights - 0.1 * jnp.nan_to_num(gradients)
+    is_told = "an index is out of range" in watch.verdict.text.lower()
+    assert is_told == (padding == "seen")
+    if is_told:
+        assert f"gather at {marked('GATHER')}" in watch.verdict.text

@@ -164,9 +164,9 @@ CURES = {
     to.NOT_DEFINITE: regular,
     to.DEPENDENT: regular,
 }
-# These are advice on code, not on numbers; tests of the graph have them. A slope that is 0 in
-# PyTorch is tried in tests/jax/test_operations.py.
-UNTRIED = {to.COMPILED, to.CHECKPOINTED, to.HOOK, to.BOTH_0}
+# These are advice on code, not on numbers; tests of the graph have them. What PyTorch has no
+# slope or NaN for is tried in tests/jax/test_operations.py.
+UNTRIED = {to.COMPILED, to.CHECKPOINTED, to.HOOK, to.BOTH_0, to.OUT_OF_RANGE}
 
 
 def cross_entropy(labels, **options):

@@ -15,7 +15,7 @@ from gradscaler.diagnose._findings import (
     optimizers,
     over_time,
 )
-from gradscaler.diagnose._findings.advice import seen_in
+from gradscaler.diagnose._findings.advice import of_result, seen_in
 from gradscaler.diagnose._findings.detector import Detector, Role
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.failures import of_a_bad_step, of_skips
@@ -136,10 +136,12 @@ def _few_failures(text: str, evidence: Evidence) -> Finding | None:
     if bad:
         listed = " and ".join(map(str, bad[-2:]))
         numbers = f"step{'s' * (len(bad) > 1)} {listed}"
+        repair = of_result(evidence.watched)
+        look = _LOOK if repair is None else f"In these batches, {repair}."
         return Finding(
             "normal",
             f"{text}, and the loss itself was NaN or Inf in {numbers}{seen_in(evidence.watched)}.",
-            _FEW if len(bad) <= RARE * len(evidence.past) else _LOOK,
+            _FEW if len(bad) <= RARE * len(evidence.past) else look,
             line=None if evidence.watched is None else evidence.watched.line,
             steps=tuple(bad[-2:]),
         )

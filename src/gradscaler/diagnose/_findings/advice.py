@@ -8,7 +8,7 @@ from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._operations import repairs
 from gradscaler.diagnose._operations.operation import Seen
 from gradscaler.diagnose._operations.rows import row_of
-from gradscaler.diagnose._record.located import BadGradient, Given, Located
+from gradscaler.diagnose._record.located import BadGradient, Given, Located, Made
 
 _SOFTMAXES = "softmax", "attention", "transformer"
 
@@ -97,6 +97,16 @@ def _in_float32(seen: Seen) -> str:
     if seen.is_wide:  # float32 would not help
         return _BEYOND_FLOAT32
     return repairs.LOSS_IN_FLOAT32.text if seen.is_in_loss else repairs.IN_FLOAT32.text
+
+
+def of_result(located: Located | None) -> str | None:
+    """What repairs the operation that made an Inf or NaN of the forward pass, if that is known."""
+    return _repair(located, Seen.at(located)) if isinstance(located, Made) else None
+
+
+def of_result_alone(located: Located | None) -> str | None:
+    """Likewise, of an operation whose gradient alone makes none."""
+    return None if located is None or of_gradient(located) else of_result(located)
 
 
 def of_backward(located: Located | None) -> str:

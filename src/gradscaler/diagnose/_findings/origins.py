@@ -10,6 +10,7 @@ from gradscaler.diagnose._findings.advice import (
     of_backward,
     of_forward,
     of_gradient,
+    of_result_alone,
     seen_in,
 )
 from gradscaler.diagnose._findings.case import Case, Outcome
@@ -286,7 +287,9 @@ def gradient(case: Case) -> Finding | None:
         name_it = finder and f"; {finder} names the operation"
     elif name is None and is_unscaled and case.last.nonfinite:
         what, name = "Inf", case.last.nonfinite[0].name
-    at, so = at_line(found, "by the gradient of"), case.told(case.outcome.of_gradient)
+    of_forward_pass = of_result_alone(found) if _is_replayed(evidence) else None
+    by = "by the gradient of" if of_forward_pass is None else "made in the forward pass by"
+    at, so = at_line(found, by), case.told(case.outcome.of_gradient)
     though = ", though the loss is finite"
     if (is_applied and case.last.loss is None) or evidence.are_kept:
         though = ""
@@ -297,7 +300,7 @@ def gradient(case: Case) -> Finding | None:
         )
         return Finding("elsewhere", cause, EXPLAIN_ALL, name)
     bad = "A gradient is NaN or Inf" if name is None else f"The gradient of {name} is {what}"
-    action = f"{of_backward(found)}{name_it}"
+    action = of_forward_pass or f"{of_backward(found)}{name_it}"
     if what == "Inf" and not at:
         action = _IN_FLOAT16 if evidence.is_in_float16 else _OVERFLOW
         if evidence.is_scaled_by_hand:

@@ -334,6 +334,13 @@ DEPENDENT = Repair(
     "it has no slope where columns depend on each other: add a small multiple of the identity"
 )
 
+# Reads by an index; PyTorch raises an error.
+OUT_OF_RANGE = Repair(
+    "an index is out of range, and NaN is filled in there: look at labels and ids, which go from 0 "
+    "to the number of rows or classes - 1, and at padding",
+    lambda seen: seen.has_nan and not seen.has_inf,
+)
+
 # What writes, casts and hides.
 CAST = Repair(
     "a number beyond 65504 becomes Inf when it is cast to float16: keep the next "

@@ -402,6 +402,7 @@ OPERATIONS = (
         "ExpandDims",
         roles=(Role.MOVES,),
     ),
+    *_each("gather", of_value=(to.OUT_OF_RANGE,)),  # JAX's
     *_each("stack Stack Pack, cat concat concatenate Concat ConcatV2", roles=(Role.STACKS,)),
     # What lets no gradient through.
     *_each("sign Sign, sgn, round Round, floor Floor, ceil Ceil, trunc Trunc", roles=(Role.STEPS,)),
