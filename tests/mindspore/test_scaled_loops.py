@@ -23,8 +23,11 @@ def scaler_named(name):
     return package.DynamicLossScaler(2.0**10, 2, 50)
 
 
-def trained(name, skips=True):
-    """The weights, and the scale, of a training whose root has a slope of Inf in one step."""
+def trained(name, skips=True, unscales=True, scales=True, in_place=False):
+    """The weights, and the scale, of a training whose root has a slope of Inf in one step.
+
+    Gradients may be left scaled, or divided in place, and the loss may not be scaled.
+    """
     mindspore.set_seed(0)
     model = nn.Dense(4, 1, weight_init=mindspore.common.initializer.One(), has_bias=False)
     optimizer = nn.SGD(model.trainable_params(), 1e-3)
@@ -33,13 +36,17 @@ def trained(name, skips=True):
     def forward(inputs):
         outputs = model(inputs)
         loss = ops.sqrt((outputs**2).mean())  # the root
-        return scaler.scale(loss), outputs
+        return (scaler.scale(loss) if scales else loss), outputs
 
     take = mindspore.value_and_grad(forward, None, optimizer.parameters, has_aux=True)
     for step in range(1, NUM_STEPS + 1):
         inputs = np.random.default_rng(step).normal(size=(8, 4)).astype("float32")
         (_, _), gradients = take(mindspore.Tensor(inputs * (step != BAD)))
-        gradients = scaler.unscale(gradients)
+        if unscales:
+            gradients = scaler.unscale(gradients)
+        if in_place:
+            for each in gradients:
+                each.assign_value(each / 2.0**10)
         is_finite = amp.all_finite(gradients)
         if is_finite or not skips:
             optimizer(gradients)
@@ -76,3 +83,35 @@ def test_a_step_of_a_fixed_scale_is_told_by_what_became_of_it(monkeypatch, tmp_p
     _, said = watched(monkeypatch, tmp_path, "static", False)
     assert ROOT in said
     assert f"step {BAD} was applied" in said
+
+
+@pytest.mark.parametrize("name", ["native", "ours"])
+def test_a_step_that_is_applied_in_spite_of_a_scaler_is_told_with_its_operation(
+    name, monkeypatch, tmp_path
+):
+    verdict, said = watched(monkeypatch, tmp_path, name, False)
+    assert verdict.kind == "nan"
+    assert ROOT in said
+    assert f"step {BAD} was applied" in said
+    assert "skipped" not in said
+
+
+UNDIVIDED = "they are still multiplied by the loss scale"
+
+
+@pytest.mark.parametrize("name", ["native", "ours", "static"])
+def test_gradients_that_are_not_unscaled_are_told(name, monkeypatch, tmp_path):
+    verdict, said = watched(monkeypatch, tmp_path, name, True, False)
+    assert verdict.kind == "misuse"
+    assert UNDIVIDED in said
+    assert "Call gradients = scaler.unscale(gradients)" in said
+
+
+@pytest.mark.parametrize("how", [{"scales": False}, {"in_place": True}])
+def test_gradients_that_are_not_scaled_any_more_are_no_mistake(how, monkeypatch, tmp_path):
+    case = {"skips": True, "unscales": False} | how
+    native = trained("native", **case)
+    monkeypatch.setattr(voice, "_STDERR", io.StringIO())
+    with gradscaler.watch(tmp_path):
+        assert trained("native", **case) == native
+    assert UNDIVIDED not in " ".join(voice._STDERR.getvalue().split())

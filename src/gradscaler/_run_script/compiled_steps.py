@@ -66,6 +66,9 @@ class CompiledSteps:
         options: those of the command line.
         runs: the runs of this process.
         model_of: the model of trained parameters, by their ids; None if none is found.
+
+    Attributes:
+        optimizers: the base classes of optimizers.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class CompiledSteps:
         self._mindspore: Any = sys.modules["mindspore"]
         experimental: Any = import_module("mindspore.experimental.optim")
         self._communication: Any = import_module("mindspore.communication.management").GlobalComm
-        self._optimizers = self._mindspore.nn.Optimizer, experimental.Optimizer
+        self.optimizers = self._mindspore.nn.Optimizer, experimental.Optimizer
         self._graphs: dict[str, _Graph | None] = {}  # by the names that MindSpore gave them
         self._num_steps: Counter[object] = Counter()  # by the key of a run
         self._depth = 0  # calls of graphs that run
@@ -106,7 +109,7 @@ class CompiledSteps:
     def _see_compiled(self, kind: Any, parameters_of: Call) -> None:
         """See which graph a call runs, between its compilation, or a look for it, and its run."""
         compiling, see = kind.compile, guarded(self._see_graph)
-        alone = self._optimizers  # that take gradients from outside
+        alone = self.optimizers  # that take gradients from outside
 
         @in_place_of(compiling)
         def seen(own: Any, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +161,7 @@ class CompiledSteps:
         """A graph by its parameters; None if those of no optimizer are among them."""
         ids = set(map(id, parameters))
         trained: dict[int, Parameter] = {}
-        for optimizer in in_memory(self._optimizers):
+        for optimizer in in_memory(self.optimizers):
             of = {id(each): each for each in optimizer.parameters}
             if any(id(each) in ids for each in optimizer.get_parameters() if id(each) not in of):
                 trained |= of
@@ -216,14 +219,15 @@ class CompiledSteps:
         Parameters that it sets there, such as the powers of Adam's betas, are cut off from it.
         """
         done = self._mindspore.Tensor(True)
-        for kind in self._optimizers:
+        calls = [kind.__call__ for kind in self.optimizers]  # that are seen
+        for kind in self.optimizers:
             kind.__call__ = lambda *_: done
         try:
             with unnoticed():
                 return again()
         finally:
-            for kind in self._optimizers:
-                del kind.__call__
+            for kind, call in zip(self.optimizers, calls, strict=True):
+                kind.__call__ = call
 
     def _numbers(self, made: Any) -> Iterator[Tensor]:
         """The floating-point numbers in a result."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +13,14 @@ from inspect import getclosurevars, isfunction
 from typing import Any, NamedTuple
 from weakref import ref
 
+from numpy.typing import NDArray
+
 from gradscaler._run_script.compiled_steps import CompiledSteps, at_scale_1, scale_of
 from gradscaler._run_script.runs import Runs
 from gradscaler._run_script.undo import replace
 from gradscaler._run_script.watched_run import WatchedRun
 from gradscaler.diagnose import Located, inspect
+from gradscaler.diagnose._gradients.arrays import to_numpy
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.stand_ins import in_place_of
@@ -25,6 +29,7 @@ from gradscaler.diagnose._locate.unnoticed import unnoticed
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
 from gradscaler.diagnose._monitor.replay import MOST_IN_VAIN, located_in
 from gradscaler.diagnose._monitor.traced_scalers import number_of
+from gradscaler.diagnose._monitor.undivided import undivided
 
 Tensor = Any
 Cell = Any
@@ -42,6 +47,39 @@ class _Forward(NamedTuple):
 
 
 @dataclass
+class _Step:
+    """A step of a scaler, which the script may leave out after its gradient was taken.
+
+    Attributes:
+        loss: the unscaled loss.
+        scale: the loss scale.
+        bad: the scaled gradients that are not finite, by name.
+        again: takes the gradient once more, unscaled; None if nothing can.
+        smallest: the gradient with the fewest numbers, if it is that of a scaled loss, and known
+            not to be 0; as NumPy's, since the script may divide it in place.
+        located: where the first Inf or NaN began.
+        is_applied: whether an optimizer took gradients of Inf or NaN.
+        is_undivided: whether an optimizer took gradients that are still scaled.
+    """
+
+    loss: float | None
+    scale: float
+    bad: dict[str, Tensor]
+    again: Replay | None
+    smallest: NDArray[Any] | None = None
+    located: Located | None = None
+    is_applied: bool = False
+    is_undivided: bool = False
+
+    def is_smallest(self, gradient: Tensor | None) -> bool:
+        """Whether a gradient has the bits of the smallest one."""
+        smallest = self.smallest
+        if smallest is None or gradient is None or gradient.shape != smallest.shape:
+            return False
+        return to_numpy(gradient).tobytes() == smallest.tobytes()
+
+
+@dataclass
 class _Loop:
     """The steps by gradients of some parameters.
 
@@ -51,7 +89,9 @@ class _Loop:
         scaler: what scales the loss; None if nothing does.
         is_loss_scaled: whether the loss that is seen is a scaled one.
         is_fixed: whether the scale is fixed, and the script alone may leave a step out.
-        record: records the latest step of a scaler, once it is known what became of it.
+        is_proven: whether a loss was seen to be scaled; None if none was run again.
+        given: what the run was given as its scaler.
+        step: the latest step of a scaler, until it is known what became of it.
         num_searches: how many more steps may be searched in vain.
     """
 
@@ -60,7 +100,9 @@ class _Loop:
     scaler: Any
     is_loss_scaled: bool = False
     is_fixed: bool = False
-    record: Callable[[], None] | None = None
+    is_proven: bool | None = None
+    given: Any = None
+    step: _Step | None = None
     num_searches: int = MOST_IN_VAIN
 
 
@@ -106,7 +148,20 @@ class GradientLoops:
         replace(base, "_pynative_forward_run", seen_run)
         replace(base, "_pynative_func_grad_backward", seen_backward)
         self._steps.start(self.see_graph)
+        for kind in self._steps.optimizers:
+            self._see_calls_of(kind)
         self._runs.before_end = self._record_latest
+
+    def _see_calls_of(self, kind: Any) -> None:
+        """See the gradients that optimizers take."""
+        call, see = kind.__call__, guarded(self._see_taken)
+
+        @in_place_of(call)
+        def seen(optimizer: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
+            see(optimizer, gradients)
+            return call(optimizer, gradients, *args, **kwargs)
+
+        replace(kind, "__call__", seen)
 
     def _see_forward(self, function: Any, args: Any, kwargs: Any, results: Any) -> None:
         if is_locating.get():
@@ -154,63 +209,108 @@ class GradientLoops:
             run.record(loss, gradients, replay)
             run.step_ended()
             return
-        if loop.record is not None:
-            loop.record()
-        loop.record = self._scaled_step(run, loop, loss, gradients, replay)
+        self._record_step(run, loop)
+        loop.step = self._scaled_step(loop, loss, gradients, replay)
 
     def _scaled_step(
         self,
-        run: WatchedRun,
         loop: _Loop,
         loss: Tensor | None,
         gradients: Mapping[str, Tensor],
         replay: Replay | None,
-    ) -> Callable[[], None]:
-        """What records a step of a scaler, whose weights are still those of it."""
+    ) -> _Step:
+        """A step of a scaler, whose weights are still those of it."""
         scale = number_of(scale_of(loop.scaler))
         of_loss = scale if loop.is_loss_scaled else 1.0
         number = None if loss is None else number_of(loss) / of_loss
         bad = {each.name: gradients[each.name] for each in inspect(gradients)}
-        again = partial(_unscaled, replay, loop.scaler) if bad and replay is not None else None
-        if not loop.is_fixed:
-            divided = {name: each / scale for name, each in bad.items()} or None
-            return partial(run.record, number, divided, again, finite=not bad)
-        located = None
-        if again is not None and loop.num_searches:
-            loop.num_searches -= 1
-            located = self._located(again)
-        return partial(self._record_fixed, run, loop, number, bad, located)
+        again = None if replay is None else partial(_unscaled, replay, loop.scaler)
+        step = _Step(number, scale, bad, again)
+        if loop.is_fixed and bad:
+            step.located = self._located(loop, again)
+        if loop.is_loss_scaled and loop.is_proven is not False and not bad and scale > 1:
+            arrays = map(to_numpy, sorted(gradients.values(), key=lambda each: each.size))
+            step.smallest = next((each.copy() for each in arrays if each.any()), None)
+        return step
 
-    def _located(self, again: Replay) -> Located | None:
+    def _see_taken(self, optimizer: Any, gradients: Any) -> None:
+        """See gradients that an optimizer is about to take."""
+        if is_locating.get() or self._runs.is_off:
+            return
+        trained = {id(each) for each in optimizer.parameters}
+        loops = (loop for key, loop in self._loops.items() if key & trained)
+        for loop, step in ((loop, loop.step) for loop in loops if loop.step is not None):
+            if step.bad and not step.is_applied and not loop.is_fixed:
+                step.is_applied = bool(inspect(list(gradients)))
+                step.located = self._located(loop, step.again) if step.is_applied else None
+            elif any(map(step.is_smallest, gradients)):
+                step.is_undivided = self._is_scaled(loop, step)
+
+    def _is_scaled(self, loop: _Loop, step: _Step) -> bool:
+        """Whether the loss of a step is multiplied by the scale, as one more run without it shows.
+
+        The function may refer to a scaler that it does not call. It is run once in a loop.
+        """
+        if loop.is_proven is None:
+            losses: list[Tensor] = []
+            self._run_again(step.again, losses)
+            alone = abs(number_of(losses[0])) if losses else math.inf
+            loop.is_proven = alone < math.sqrt(step.scale) * abs(step.loss or 0.0)
+        return loop.is_proven
+
+    def _located(self, loop: _Loop, again: Replay | None) -> Located | None:
+        if not loop.num_searches:
+            return None
+        loop.num_searches -= 1
+        return self._run_again(again, [])
+
+    def _run_again(self, again: Replay | None, losses: list[Tensor]) -> Located | None:
+        """Take the gradient of a step again; note the loss, and locate its first Inf or NaN."""
+        if again is None:
+            return None
+        model, take = again()
+
+        def closure() -> Any:
+            made = take()
+            losses.extend(made[0] if isinstance(made[0], tuple) else made[:1])
+            return made
+
         try:
-            return located_in(*again())
+            return located_in(model, closure)
         except Exception:  # such as of the user's function, which may take a batch once
             return None
 
-    def _record_fixed(
-        self,
-        run: WatchedRun,
-        loop: _Loop,
-        loss: float | None,
-        bad: Mapping[str, Tensor],
-        located: Located | None,
-    ) -> None:
+    def _record_step(self, run: WatchedRun, loop: _Loop) -> None:
+        """Record the latest step of a scaler, of which nothing more will be known."""
+        step, loop.step = loop.step, None
+        if step is None:
+            return
+        undivided[loop.given] = step.is_undivided
+        if loop.is_fixed:
+            self._record_fixed(run, loop, step)
+            return
+        divided = {name: each / step.scale for name, each in step.bad.items()} or None
+        if step.is_applied:
+            run.note_applied(step.located)
+        again = None if step.is_applied or not step.bad else step.again
+        run.record(step.loss, divided, again, finite=step.is_applied or not step.bad)
+
+    def _record_fixed(self, run: WatchedRun, loop: _Loop, step: _Step) -> None:
         """Record a step of a fixed scale, which has lost a weight if it was applied."""
         model = loop.model()
         held = {} if model is None else {each.name: each for each in model.get_parameters()}
-        is_applied = bool(inspect({name: held[name] for name in bad if name in held}))
-        if bad and not is_applied:
-            run.leave_unchanged(located)
-        elif located is not None:
-            run.note_located(located)
-        run.record(loss, bad if is_applied else {})
+        is_applied = bool(inspect({name: held[name] for name in step.bad if name in held}))
+        if step.bad and not is_applied:
+            run.leave_unchanged(step.located)
+        elif step.located is not None:
+            run.note_located(step.located)
+        run.record(step.loss, step.bad if is_applied else {})
 
     def _record_latest(self) -> None:
         """Record the steps of which nothing more will be known."""
-        for loop in self._loops.values():
-            if loop.record is not None:
-                loop.record()
-            loop.record = None
+        for key, loop in self._loops.items():
+            if key in self._runs.open:
+                self._record_step(self._runs.open[key], loop)
 
     def _again(self, model: Cell, forward: _Forward, weights: Sequence[Tensor]) -> tuple[Any, ...]:
         """The model, and a closure that takes the gradient again."""
@@ -237,10 +337,10 @@ class GradientLoops:
             weak = _nothing if model is None else ref(model)
             loop = _Loop(ref(weights[0]), weak, scaler, is_loss_scaled, is_fixed)
             self._loops[key] = loop
+            is_skipping = scaler is not None and not is_fixed
+            loop.given = scaler if is_skipping else Unscaled("mindspore")
             if key not in self._runs.open:
-                is_skipping = scaler is not None and not is_fixed
-                given = scaler if is_skipping else Unscaled("mindspore")
-                self._runs.begin(key, given, model if is_skipping else None, has_watch=False)
+                self._runs.begin(key, loop.given, model if is_skipping else None, has_watch=False)
         return loop
 
     def _scaler_of(self, function: Any) -> tuple[Any, bool]:

@@ -133,6 +133,10 @@ class WatchedRun:
         """Note where the failure of the step began that is recorded next."""
         self._monitor.note_located(located)
 
+    def note_applied(self, located: Located | None) -> None:
+        """Note that the script applies the step that is recorded next in spite of an Inf or NaN."""
+        self._monitor.note_applied(located)
+
     def stepping(self, gradients: Sequence[Any] = ()) -> None:
         """Note that an optimizer steps, with these gradients if no graph has shown them."""
         if self._watch is not None:

@@ -130,6 +130,12 @@ def of_calls():
             [],
         ),
         (
+            "steps, the optimizer was given ... and each step is that much too large ... "
+            "Call scaler.unscale_(optimizer) after the backward pass ... count=2",
+            [counted(8, undivided=2), replace(counted(9, undivided=2), skipped=1)],
+            [counted(9, undivided=2), counted(8, undivided=0)],
+        ),
+        (
             "The loss falls with the loss scale ... steps=(1, 5), count=5",
             [following(5), following(5, power=1.25), following(5, ratio=1.35)],
             [following(4), following(5, power=1.35), following(5, ratio=1.25)],

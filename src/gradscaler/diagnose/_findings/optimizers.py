@@ -358,6 +358,23 @@ def _listed(names: tuple[str, ...]) -> str:
     return f"{len(names)} parameters ({names[0]} first)" if len(names) > 1 else names[0]
 
 
+@detector(Phase.MISUSE, in_streak=Role.CAUSE, at_bad_step=Role.CAUSE)
+def undivided(evidence: Evidence) -> Finding | None:
+    """Steps with gradients of a scaled loss that nobody divided by the scale."""
+    count = evidence.events.count(Event.UNDIVIDED)
+    if not count or count < MANY * (evidence.steps - evidence.skipped):
+        return None
+    return Finding(
+        "misuse",
+        f"In {count} of {evidence.steps} steps, the optimizer was given the gradients of the "
+        "scaled loss as they were: they are still multiplied by the loss scale, and each step is "
+        "that much too large.",
+        "Call scaler.unscale_(optimizer) after the backward pass, before the gradients are checked "
+        "and used; go back to a checkpoint from before.",
+        count=count,
+    )
+
+
 @detector(Phase.MISUSE, needs_scaler=True)
 def stepless(evidence: Evidence) -> Finding | None:
     """Losses that are scaled, and an optimizer that steps without the scaler."""

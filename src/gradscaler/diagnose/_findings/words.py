@@ -109,6 +109,15 @@ _ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "scheduler.step()",
         ("scheduler.step()", *("the schedule",) * 4),
     ),
+    (
+        "Call scaler.unscale_(optimizer) after the backward pass, before",
+        (
+            "Call scaler.unscale_(optimizer) after the backward pass, before",
+            *("Divide them by the loss scale before",) * 2,
+            "Call optimizer.get_unscaled_gradients(gradients) before",
+            "Call gradients = scaler.unscale(gradients) before",
+        ),
+    ),
     # Dtypes.
     (
         "under torch.autocast(device, dtype=torch.float16)",

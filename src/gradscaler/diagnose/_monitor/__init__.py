@@ -328,6 +328,15 @@ class Monitor:
         elif self._is_open:
             self._log.add_made(located)
 
+    def note_applied(self, located: Located | None) -> None:
+        """Note that the script applies the step that is recorded next in spite of an Inf or NaN.
+
+        Args:
+            located: where :func:`locate` found the first; None if that is not known.
+        """
+        if self._is_open and isinstance(self._source, Recorder):
+            self._source.noted, self._source.is_applied = located, True
+
     def note_unzeroed(self, name: str = "") -> None:
         """Note that a backward pass adds to gradients that a step has used, before the next step.
 
@@ -359,7 +368,8 @@ class Monitor:
     def bad_step(self) -> int | None:
         """The first step that was applied although its gradients were Inf or NaN; else None.
 
-        Only a loop without a scaler has such steps. It is set before the step's finding is told.
+        A loop without a scaler has such steps, and one of MindSpore whose script takes the step
+        itself. It is set before the step's finding is told.
         """
         found = self._log.counts.evidence.bad_step
         return None if found is None or found.is_left_out else found.step

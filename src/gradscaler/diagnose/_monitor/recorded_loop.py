@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradscaler.diagnose._gradients.arrays import Array
-from gradscaler.diagnose._gradients.reading import are_finite, inspect, read
+from gradscaler.diagnose._gradients.reading import are_finite, read
 from gradscaler.diagnose._monitor.recorder import RecordedStep, Recorder
 from gradscaler.diagnose._monitor.replay import Replay
-from gradscaler.diagnose._monitor.streaks import MOST_NONFINITE
 from gradscaler.diagnose._record.events import Counted, Event
 from gradscaler.diagnose._record.lines import BadStep, Optimizers
-from gradscaler.diagnose._record.located import Located
 from gradscaler.outcome import HISTORY_LENGTH
 
 
@@ -40,11 +38,9 @@ class RecordedLoop(Recorder):
     A step whose gradients hold an Inf or a NaN is written at once.
 
     Attributes:
-        noted: where a watch has found the failure of the step that is recorded next.
-        is_left_out: whether that step left the weights as they were.
+        is_left_out: whether the step that is recorded next left the weights as they were.
     """
 
-    noted: Located | None = None
     is_left_out = False
 
     def __post_init__(self) -> None:
@@ -92,16 +88,11 @@ class RecordedLoop(Recorder):
             bad = {name: each for name, each in named.items() if read(each).bad}
         super()._add(step, named, None if bad else replay)
         if bad:
-            found = inspect(bad)
-            listed, more = found[:MOST_NONFINITE], len(found[MOST_NONFINITE:])
             located = self.noted
             if replay is not None and self.log.counts.bad != step.number - 1:  # else it is known
                 located = self._replays.locate(replay)
             given = next(iter(self.parameters.nonfinite()), None) if self.scaler.is_before else None
-            parameter = None if given is None else given.name
-            loss = self.log.history[-1].loss
-            line = BadStep(step.number, loss, listed, more, located, parameter=parameter)
-            self.log.add_bad(line)
+            self._add_bad(step, bad, located, None if given is None else given.name)
         elif self.noted is not None and self.is_left_out:
             loss = self.log.history[-1].loss
             self.log.add_bad(BadStep(step.number, loss, located=self.noted, is_left_out=True))

@@ -15,9 +15,12 @@ from gradscaler.diagnose._monitor.gradient_sample import fields_of, is_sampled, 
 from gradscaler.diagnose._monitor.replay import Replay, Replays
 from gradscaler.diagnose._monitor.step_log import Observations, StepLog
 from gradscaler.diagnose._monitor.step_source import StepSource
+from gradscaler.diagnose._monitor.streaks import MOST_NONFINITE
 from gradscaler.diagnose._monitor.traced_scalers import ScalerState, number_of, policy_of, state_of
-from gradscaler.diagnose._record.events import Counted, of_unzeroed
-from gradscaler.diagnose._record.lines import Optimizers
+from gradscaler.diagnose._monitor.undivided import undivided
+from gradscaler.diagnose._record.events import Counted, Event, of_unzeroed
+from gradscaler.diagnose._record.lines import BadStep, Optimizers
+from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._record.step import Step
 from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient
 from gradscaler.policies import Scalar
@@ -62,7 +65,14 @@ class Recorder(StepSource):
     """Records the steps of a scaler of JAX, Keras, tf-keras or MindSpore.
 
     The scale of a step is the scale that the scaler had after the step before.
+
+    Attributes:
+        noted: where a watch has found the failure of the step that is recorded next.
+        is_applied: whether that step was applied although its gradients are not finite.
     """
+
+    noted: Located | None = None
+    is_applied = False
 
     def __post_init__(self) -> None:
         """Note the scaler's present state."""
@@ -106,6 +116,8 @@ class Recorder(StepSource):
         is_read = gradients is not None and (step.is_sampled or step.is_inspected)
         named = self._named(gradients) if is_read else None
         step.missing = self._missing(gradients) if step.is_sampled else ()
+        if undivided.get(self.scaler, otherwise=False):
+            self.events.append(Counted(Event.UNDIVIDED))
         step.events = tuple(self.events)
         self.events.clear()
         self.parameters.latest = parameters
@@ -139,7 +151,23 @@ class Recorder(StepSource):
             self.log.add_sample(latest.loss, optimizers=self._optimizers, **fields_of(measured))
         elif is_late:
             self.log.add_sample()
+        if self.is_applied:
+            self._add_bad(step, named or {}, self.noted)
+            self.noted, self.is_applied = None, False
         self.log.check()
+
+    def _add_bad(
+        self,
+        step: RecordedStep,
+        bad: Mapping[str, Array],
+        located: Located | None,
+        parameter: str | None = None,
+    ) -> None:
+        """Report a step that was applied although gradients were not finite."""
+        found = inspect(bad)
+        listed, more = found[:MOST_NONFINITE], len(found[MOST_NONFINITE:])
+        loss = self.log.history[-1].loss
+        self.log.add_bad(BadStep(step.number, loss, listed, more, located, parameter=parameter))
 
     @property
     def _optimizers(self) -> Optimizers | None:

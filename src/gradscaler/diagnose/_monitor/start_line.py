@@ -19,7 +19,7 @@ def framework_of(scaler: object) -> str:
     for base in type(scaler).__mro__:
         package, _, rest = base.__module__.partition(".")
         framework = rest.partition(".")[0]
-        if package in ("keras", "tf_keras"):  # its own wrapper
+        if package in ("keras", "tf_keras", "mindspore"):  # its own scaler
             return package
         if package == "gradscaler" and not framework.startswith("_"):  # shared by adapters
             return framework

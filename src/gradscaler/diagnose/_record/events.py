@@ -30,6 +30,8 @@ class Event(Enum):
     UNSCALED = "unscaled", "step_log", "calls"
     LOSSLESS = "lossless", "iterations", "calls"  # an eager scaler stepped without a scaled loss
     MIXED = "mixed", "observer", "calls"  # a step used gradients of which a part was unscaled
+    # A step took the gradients of a scaled loss as they were.
+    UNDIVIDED = "undivided", "recorder", "optimizers"
     REPEATED = "repeated", "observer", "calls"  # the optimizer stepped beside its scaler
     # The gradients of a step that a script left out were not zeroed.
     KEPT = "kept", "loop_observer", "evidence"
