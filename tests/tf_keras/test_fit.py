@@ -120,3 +120,43 @@ def test_a_first_step_is_watched_in_a_model_without_an_input_shape(monkeypatch, 
     told = " ".join(voice._STDERR.getvalue().split())
     assert f"by div at {QUOTIENT}" in told
     assert "so step 1 was applied" in told
+
+
+class Scaled(tf_keras.Sequential):
+    """With a step that scales its loss, and divides the gradients by the scale or does not."""
+
+    divide = None
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+            scaled_loss = self.optimizer.get_scaled_loss(loss)
+        gradients = tape.gradient(scaled_loss, self.trainable_variables)
+        if self.divide is not None:
+            gradients = self.divide(self.optimizer, gradients)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+def by_optimizer(optimizer, gradients):
+    return optimizer.get_unscaled_gradients(gradients)
+
+
+def by_hand(optimizer, gradients):
+    return [each / optimizer.loss_scale for each in gradients]
+
+
+@pytest.mark.parametrize("package", ["native", "ours"])
+@pytest.mark.parametrize("divide", [None, by_optimizer, by_hand])
+def test_gradients_that_are_not_unscaled_are_told(package, divide, monkeypatch, tmp_path):
+    kind = LossScaleOptimizer if package == "ours" else tf_keras.mixed_precision.LossScaleOptimizer
+    monkeypatch.setattr(Scaled, "divide", staticmethod(divide) if divide else None)
+    monkeypatch.setattr(voice, "_STDERR", io.StringIO())
+    case = Scaled, lambda: kind(tf_keras.optimizers.SGD(1e-3), initial_scale=8.0)
+    native = trained(*case)
+    with gradscaler.watch(tmp_path) as watch:
+        assert trained(*case) == native
+    is_told = watch.verdict.kind == "misuse"
+    assert is_told == (divide is None)
+    assert ("optimizer.get_unscaled_gradients(gradients)" in watch.verdict.text) == is_told

@@ -40,6 +40,7 @@ from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.stand_ins import in_place_of
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
 from gradscaler.diagnose._monitor.traced_scalers import number_of, state_of
+from gradscaler.diagnose._monitor.undivided import undivided
 from gradscaler.diagnose._seams.tensorflow import TensorFlowSeam
 
 _STEPS = "apply", "apply_gradients"  # the methods of optimizers
@@ -70,6 +71,8 @@ class TapeLoops:
         self._losses: dict[int, Tensor] = {}  # by the id of the first variable
         self._stepping = 0  # calls of steps that run
         self._scaled: Callable[[], None] | None = None  # records a step that runs
+        self._scaled_losses: dict[int, Any] = {}  # the latest, by the id of what scaled it
+        self._undivided: dict[int, list[Any]] = {}  # its gradients, by the same
 
     def start(self) -> None:
         """Watch this process from now on, unless Keras has another backend."""
@@ -88,6 +91,8 @@ class TapeLoops:
         for kind in kinds:
             for method in set(_STEPS).intersection(vars(kind)):
                 self._see_steps_of(kind, method)
+            if "get_scaled_loss" in vars(kind):  # of tf_keras; the other divides by itself
+                self._see_scaled_losses_of(kind)
 
     def _see_tensorflow(self) -> None:
         """See the gradients of tapes, and the calls of functions that are compiled."""
@@ -100,7 +105,7 @@ class TapeLoops:
         def seen_gradient(own: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
             made = gradient(own, target, sources, *args, **kwargs)
             if not is_looking():
-                see(target, sources)
+                see(target, sources, made)
             return made
 
         @in_place_of(call)
@@ -118,6 +123,22 @@ class TapeLoops:
 
         replace(tape, "gradient", seen_gradient)
         replace(function, "__call__", seen_call)
+
+    def _see_scaled_losses_of(self, kind: Any) -> None:
+        scale, see = kind.get_scaled_loss, guarded(self._see_scaled_loss)
+
+        @in_place_of(scale)
+        def seen(optimizer: Optimizer, loss: Any) -> Any:
+            scaled = scale(optimizer, loss)
+            see(optimizer, scaled)
+            return scaled
+
+        seen.autograph_info__ = {}  # AutoGraph need not convert it
+        replace(kind, "get_scaled_loss", seen)
+
+    def _see_scaled_loss(self, optimizer: Optimizer, scaled: Any) -> None:
+        if not (is_looking() or self._runs.is_off):
+            self._scaled_losses[id(optimizer)] = scaled
 
     def _see_optimizer(self, _: Optimizer) -> None:
         self._is_new = True
@@ -141,7 +162,11 @@ class TapeLoops:
         seen.autograph_info__ = {}  # AutoGraph need not convert it
         replace(kind, method, seen)
 
-    def _see_gradient(self, target: Any, sources: Any) -> None:
+    def _see_gradient(self, target: Any, sources: Any, made: Any) -> None:
+        for key, scaled in list(self._scaled_losses.items()):
+            if scaled is target:
+                del self._scaled_losses[key]
+                self._undivided[key] = tensorflow().nest.flatten(made)
         first = sources[0] if isinstance(sources, (list, tuple)) and sources else sources
         if not hasattr(first, "assign"):  # of an input, as for a penalty
             return
@@ -157,6 +182,8 @@ class TapeLoops:
         if is_inner or self._runs.is_off or _num_replicas() > 1:
             return
         pairs = _pairs(optimizer, method, args, kwargs)
+        scaled = {id(each) for each in self._undivided.pop(id(optimizer), [])}
+        undivided[optimizer] = any(id(gradient) in scaled for gradient, _ in pairs)
         trained = [variable for _, variable in pairs]
         if not _is_eager():
             if self._calling is not None:
