@@ -60,14 +60,16 @@ def test_a_jump_before_the_loss_was_lowest_is_not_when_it_rose():
     ],
 )
 def test_a_loss_that_stays_down_needs_nothing(then):
-    assert "Nothing needs fixing: the loss went from 2 to" in told(FELL + then)
+    assert "Nothing needs fixing in numbers and calls: the loss went from 2 to" in told(FELL + then)
 
 
 def test_a_short_run_is_not_praised_for_a_loss_that_rises():
     rises = [0.66 + 0.003 * n + 0.05 * (n % 2) for n in range(24)]
     end = "Nothing else was judged: the loss went from 0.66 to 0.779, in 24 steps, too few to say"
     assert end in told(rises)
-    assert "Nothing needs fixing: the loss went from 0.779 to 0.66" in told(rises[::-1])
+    assert "Nothing needs fixing in numbers and calls: the loss went from 0.779 to 0.66" in told(
+        rises[::-1]
+    )
 
 
 @pytest.mark.parametrize(("latest", "is_praised"), [(1.57, False), (1.51, False), (1.49, True)])
@@ -110,7 +112,10 @@ def test_gradients_that_leave_the_loss_as_it_is_are_told(losses, norm, is_tiny):
 
 def test_a_loss_that_does_not_fall_is_told_with_a_scaler_too():
     assert "None of 120 steps was skipped. Nothing else was judged" in told(STOOD, has_scaler=True)
-    assert told(FELL, has_scaler=True) == "None of 100 steps was skipped. Nothing needs fixing."
+    assert (
+        told(FELL, has_scaler=True)
+        == "None of 100 steps was skipped. Nothing needs fixing in numbers and calls."
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,7 +137,7 @@ HEADS = "head.weight", "head.bias"
 @pytest.mark.parametrize(
     ("losses", "cut", "said"),
     [
-        (FELL, {}, "fixing, unless head.weight and 1 more should be trained: no sample holds"),
+        (FELL, {}, "calls, unless head.weight and 1 more should be trained: no sample holds"),
         (RISES, {}, "2 to 250.479. If head.weight and 1 more should be trained, look for what"),
         (RISES, {}, "of them. If the loss should have fallen, lower the learning rate."),
         (STOOD, {}, "of them. If the loss should have fallen, look at the learning rate"),

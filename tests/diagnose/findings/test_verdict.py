@@ -371,7 +371,10 @@ def test_without_a_scaler_the_losses_are_told_though_no_gradient_was_read():
     """As of a function of JAX, of whose results those are read that are not finite."""
     past = tuple(Step(n, 1.0, skipped=False, loss=1 / n) for n in range(1, 9))
     found = judge(Evidence(8, 0, first=past[0], past=past, has_scaler=False))
-    assert found.findings[0].action == "Nothing needs fixing: the loss went from 1 to 0.125."
+    assert found.findings[0].action == (
+        "Nothing needs fixing in numbers and calls: the loss went from 1 to 0.125, and what it "
+        "means was not judged."
+    )
 
 
 @pytest.mark.parametrize(
@@ -601,7 +604,7 @@ def test_where_nothing_has_a_gradient_no_part_is_blamed():
 def test_parameters_that_are_not_used_are_information(missing, those):
     found = having_cut(None, missing=missing)
     assert found.kind == "normal"
-    assert f"Nothing needs fixing, unless {those} should be trained" in found.text
+    assert f"in numbers and calls, unless {those} should be trained" in found.text
     later = having_cut(None, missing=missing, later=((), missing[1:]))
     assert those not in later.text
 

@@ -19,7 +19,7 @@ from gradscaler.diagnose._findings.advice import of_result, seen_in
 from gradscaler.diagnose._findings.detector import Detector, Role
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.failures import of_a_bad_step, of_skips
-from gradscaler.diagnose._findings.learning import whether_it_learns
+from gradscaler.diagnose._findings.learning import FINE, MEANING, whether_it_learns
 from gradscaler.diagnose._findings.nan_skips import nan_skips, uncured
 from gradscaler.diagnose._findings.origins import EXPLAIN_ALL
 from gradscaler.diagnose._findings.words import in_words_of
@@ -194,7 +194,7 @@ def _is_blind(evidence: Evidence) -> bool:
     return not evidence.has_scaler and evidence.sample is None and not has_loss
 
 
-_FINE = "Nothing needs fixing."
+_FINE = f"{FINE}."
 
 
 def _nothing(evidence: Evidence) -> str:
@@ -204,7 +204,7 @@ def _nothing(evidence: Evidence) -> str:
     if _is_blind(evidence):
         return "Neither gradients nor losses were seen, so nothing else was judged."
     learned = whether_it_learns(evidence)
-    if evidence.has_scaler and learned.startswith(_FINE[:-1]):
+    if evidence.has_scaler and learned.startswith(FINE):
         learned = _FINE
     if evidence.sample is None and learned == _FINE:
         if evidence.steps <= SHORT:
@@ -220,12 +220,13 @@ def _with_missing(learned: str, evidence: Evidence) -> str:
     those, seen = _and_more(missing), "no sample holds a gradient of them"
     cut = (name for name in missing if evidence.cut.get(name) == gradient_values.LEFT_OUT)
     unused = [*dict.fromkeys(module for name in cut if (module := name.rpartition(".")[0]))]
-    is_fine = learned.startswith(_FINE[:-1])
+    is_fine = learned.startswith(FINE)
     if is_fine and not unused:
-        return f"Nothing needs fixing, unless {those} should be trained: {seen}."
+        return f"{FINE}, unless {those} should be trained: {seen}."
     if evidence.takes_turns and not unused:
         return learned  # a sample has one turn, in which the others have no gradient
-    told, _, rest = learned.replace(_FINE[:-1], "Nothing else was judged", 1).partition(". ")
+    learned = learned.replace(FINE, "Nothing else was judged", 1).replace(MEANING, "")
+    told, _, rest = learned.partition(". ")
     use = f"If {those} should be trained, look for what keeps the loss from them: {seen}."
     if unused:
         are, they_make = ("are", "they make") if len(unused) > 1 else ("is", "it makes")

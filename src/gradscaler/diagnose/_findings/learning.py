@@ -31,6 +31,8 @@ from gradscaler.diagnose._record.thresholds import (
     VANISHED_BEHIND,
 )
 
+# A promise of what was looked at: a loss may fall that asks for something else than is meant.
+FINE, MEANING = "Nothing needs fixing in numbers and calls", ", and what it means was not judged"
 _A_BOUND = "a lower bound, look for a term with the wrong sign"
 
 
@@ -39,7 +41,7 @@ def whether_it_learns(evidence: Evidence) -> str:
     losses = [step.loss for step in evidence.past if step.loss is not None]
     first = evidence.first and evidence.first.loss
     if first is None or not losses:
-        return "Nothing needs fixing."
+        return f"{FINE}."
     if evidence.takes_turns:
         return "Nothing else was judged, as optimizers take turns, each with a loss of its own."
     went = f"the loss went from {first:g} to {losses[-1]:g}"
@@ -86,7 +88,7 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
             unless = f"{evidence.events.place(Event.UNHELD)} should be trained, which {_UNHELD}"
         if not is_short and values[-1] > usual:  # the latest loss alone is a high one
             went += f", its mean from {usual:g} to {fmean(values[-LATE:]):g}"
-        return f"Nothing needs fixing{unless and f', unless {unless}'}: {went}."
+        return f"{FINE}{unless and f', unless {unless}'}: {went}{MEANING}."
     if frozen:
         return f"{judged}. If it should have fallen, look at {_listed(frozen)}, {_FROZEN}."
     hint = _ignored(evidence) or _overwritten(evidence) or _unheld(evidence) or _clipped(evidence)
