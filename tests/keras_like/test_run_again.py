@@ -84,6 +84,34 @@ def test_of_two_optimizers_the_first_to_fail_alone_proposes_a_watch(tmp_path, mo
     assert voice._STDERR.getvalue().count("names what made it") == 1
 
 
+@pytest.mark.parametrize(("bad", "is_known"), [(100.0, True), (np.nan, False)])
+def test_a_watch_is_proposed_unless_the_operation_is_known(bad, is_known, tmp_path, monkeypatch):
+    monkeypatch.setattr(voice, "_STDERR", io.StringIO())
+    model = keras.Sequential([keras.layers.Dense(1, kernel_initializer="ones")])
+    model.build((None, 4))
+    optimizer = keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(1e-6))
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            powers = tf.exp(tf.cast(model(x), tf.float16))
+            loss = tf.reduce_mean(tf.math.log1p(tf.cast(powers, tf.float32)))
+            scaled = getattr(optimizer, "scale_loss", None) or optimizer.get_scaled_loss
+            scaled_loss = scaled(loss)
+        gradients = tape.gradient(scaled_loss, model.trainable_variables)
+        if not hasattr(optimizer, "scale_loss"):
+            gradients = optimizer.get_unscaled_gradients(gradients)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    with gradscaler.watch(tmp_path) as watch:
+        for number in range(1, 41):
+            is_bad = number in (7, 12, 19, 23, 30, 37)
+            step(np.full((3, 4), bad if is_bad else 0.1, np.float32))
+    assert watch.verdict.kind == "data"
+    assert ("names what made it" in voice._STDERR.getvalue()) != is_known
+
+
 @pytest.mark.parametrize(
     ("take", "seen"),
     [

@@ -251,7 +251,7 @@ class WatchedRun:
         is_unseen = first.line is None or "--watch" in first.action  # as of compiled code
         has_bad_loss = any(s.step == bad and s.has_bad_loss for s in self._monitor.history)
         is_unseen = is_unseen and (first.kind in _OF_OPERATIONS or has_bad_loss)
-        is_known = is_exact(getattr(self._monitor.bad_step, "located", None))
+        is_known = first.line is not None and is_exact(self._monitor.located)
         is_known |= self._is_from_batch and first.line is not None
         is_open = (first.kind in _OF_VALUES and not is_known) or is_unseen
         is_made_before = is_open and bad >= self._first_watched and self._proposes_watch

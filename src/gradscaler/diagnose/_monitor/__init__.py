@@ -374,6 +374,12 @@ class Monitor:
         found = self._log.counts.evidence.bad_step
         return None if found is None or found.is_left_out else found.step
 
+    @property
+    def located(self) -> Located | None:
+        """Where the first Inf or NaN of the latest failure began, as far as the run has seen it."""
+        evidence = self._log.counts.evidence
+        return evidence.watched if evidence.bad_step is None else evidence.bad_step.located
+
     def callback(self) -> Any:
         """A callback for ``model.fit`` that records each training step, without its gradients.
 
