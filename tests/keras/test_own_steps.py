@@ -80,7 +80,7 @@ def trained(kind, is_scaled=False, by_batch=False):
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     model.compile(optimizer, "mse")
     x = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
-    x[8 * BAD - 4] = 0
+    x[8 * BAD - 4 : 8 * BAD - 3] = 0
     y = x.sum(1, keepdims=True)
     if by_batch:
         for first in (*range(0, 32, 8), *range(0, 32, 8)):
@@ -122,3 +122,37 @@ def test_calls_of_train_on_batch_are_steps(monkeypatch, tmp_path):
     told = said(monkeypatch, tmp_path, keras.Sequential, True, True)
     assert "2 of 8 steps were skipped" in told
     assert f"{LINE}, though the loss is finite" in told
+
+
+class Adding(OnTorch):
+    """Whose gradients add up over so many steps; None if nothing zeroes them."""
+
+    num = None
+    count = 0
+
+    def zero_grad(self):
+        if self.num is not None and self.count % self.num == 0:
+            super().zero_grad()
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        self.count += 1
+        loss = ops.mean((self(x, training=True) - y) ** 2)
+        self.optimizer.scale_loss(loss).backward()
+        if self.num is None or self.count % self.num == 0:
+            with sys.modules["torch"].no_grad():
+                self.optimizer.apply([each.value.grad for each in self.trainable_weights])
+        return {"loss": loss}
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="PyTorch alone adds gradients up")
+@pytest.mark.parametrize(
+    ("is_scaled", "num"), [(False, None), (True, None), (False, 1), (True, 1), (False, 2)]
+)
+def test_gradients_that_are_not_zeroed_are_told(is_scaled, num, monkeypatch, tmp_path):
+    monkeypatch.setattr(Adding, "num", num)
+    monkeypatch.setattr(sys.modules[__name__], "BAD", 9)  # none
+    told = said(monkeypatch, tmp_path, Adding, is_scaled)
+    assert ("that the step before had used" in told) == (num is None)
+    assert ("(self.zero_grad() on PyTorch)" in told) == (num is None)

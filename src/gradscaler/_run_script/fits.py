@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from gradscaler._run_script.files import RunFiles
+from gradscaler._run_script.fit_gradients import FitGradients, may_keep_gradients
 from gradscaler._run_script.options import MOST_RUNS, STOPPED
 from gradscaler._run_script.termination import before_termination
 from gradscaler._run_script.undo import on_stop, replace
@@ -66,6 +67,7 @@ class Fits:
         self._losses = WeakKeyDictionary[Any, Losses]()  # by optimizer
         self._scaled = WeakKeyDictionary[Any, WatchedRun]()  # the latest keeps its model alive
         self._watched = WeakKeyDictionary[Any, FitWatch]()  # by optimizer
+        self._gradients = WeakKeyDictionary[Any, FitGradients]()  # by optimizer
         self._to_end: list[Losses] = []
 
     def start(self) -> None:
@@ -133,7 +135,7 @@ class Fits:
             return []
         if optimizer not in self._losses and len(self._to_end) < MOST_RUNS:
             attempt(partial(self._begin, optimizer, model))
-        of = self._losses, self._scaled, self._watched
+        of = self._gradients, self._losses, self._scaled, self._watched
         runs = [each.get(optimizer) for each in of]
         callbacks = [run.callback() for run in runs if run is not None]
         for each in callbacks:
@@ -152,12 +154,16 @@ class Fits:
             self._options.has_watched = True
             watch = FitWatch(self._name, self._options.watch, is_scaled)
             self._watched[optimizer] = watch
-        self._losses[optimizer] = Losses(self._name, is_scaled, self._options, watch)
-        self._to_end.append(self._losses[optimizer])
+        losses = Losses(self._name, is_scaled, self._options, watch)
+        self._losses[optimizer] = losses
+        self._to_end.append(losses)
         if is_scaled:
             self._end_scaled()
             given = optimizer, model, self._files, self._options, _framework(self._name)
             self._scaled[optimizer] = WatchedRun(*given)
+        if may_keep_gradients(model):
+            note = partial(self._scaled[optimizer].note_unzeroed, "") if is_scaled else bool
+            losses.gradients = self._gradients[optimizer] = FitGradients(note)
         atexit.unregister(self._end)
         atexit.register(self._end)  # before monitors close by themselves
 
@@ -222,6 +228,7 @@ class Losses:
         self._is_earlier = False  # whether the first came after a later one, which was told
         self._begun: tuple[int, float] | None = None  # the first batch of epoch 1, and its loss
         self._latest: float | None = None  # the mean loss of the latest epoch
+        self.gradients: FitGradients | None = None  # which a step of the model's own may keep
 
     def callback(self) -> Any:
         """A callback that looks at the loss after each batch, which is on the host then."""
@@ -318,23 +325,31 @@ class Losses:
             count, of = self._num_calls, "call"
         where = "fit" if self._num_epochs else "train_on_batch"
         after = f"after {count:,} {of}{'s' * (count != 1)} of {where}"
+        found = None if self.gradients is None else self.gradients.finding
         if self._first is not None:
             first = f"{self._first}, the first that is not finite{self._weights}"
             lines = self._origin if self._advice or self._is_earlier else []
-            voice.conclude(f"{after}: {first}.{self._cause or self._advice}", *lines)
+            mistake = f" {found.text}" if found else ""
+            voice.conclude(f"{after}: {first}.{self._cause or self._advice}{mistake}", *lines)
         elif count and not self._is_scaled:
-            voice.conclude(f"{after}: the losses are finite{self._went}.")
+            advice = found.text if found else self._if_they_rose
+            voice.conclude(f"{after}: the losses are finite{self._went}. {advice}".rstrip())
 
     @property
     def _went(self) -> str:
         """A clause on how the losses went, which Keras may not have told."""
         if self._begun is None or self._latest is None:
             return ""
-        first, last = self._begun[1], self._latest
-        went = f", and went from {first:g} to {last:g}"
-        if last > ROSE * abs(first):
-            return f"{went}. If they should have fallen, lower the learning rate, and scale inputs"
-        return went
+        return f", and went from {self._begun[1]:g} to {self._latest:g}"
+
+    @property
+    def _if_they_rose(self) -> str:
+        """What to do if the losses rose; empty if they did not."""
+        if self._begun is None or self._latest is None:
+            return ""
+        if self._latest <= ROSE * abs(self._begun[1]):
+            return ""
+        return "If they should have fallen, lower the learning rate, and scale inputs."
 
 
 class FitWatch:

@@ -17,9 +17,9 @@ PATHS = [
     *Path(_findings.__file__).parent.glob("*.py"),
     *Path(_operations.__file__).parent.glob("repairs.py"),
 ]
-# Words of PyTorch that a framework lacks.
+# Words of PyTorch that a framework lacks. In Keras, a model has a zero_grad() of its own.
 OF_TORCH = (
-    r"torch\b|zero_grad|\.float\(\)|\bautocast\(|autocast\b|requires_grad_\(|\bnn\.Module|"
+    r"torch\b|(?<!self\.)zero_grad|\.float\(\)|\bautocast\(|autocast\b|requires_grad_\(|\bnn\.Module|"
     r"set_stance|use_reentrant|load_state_dict"
 )
 OF_TENSORS = (

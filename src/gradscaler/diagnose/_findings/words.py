@@ -44,7 +44,12 @@ _ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     # Steps and gradients.
     (
         "Call optimizer.zero_grad() after each step",
-        ("Call optimizer.clear_grad() after each step", *(_ANEW.capitalize(),) * 4),
+        (
+            "Call optimizer.clear_grad() after each step",
+            _ANEW.capitalize(),
+            f"{_ANEW.capitalize()} (self.zero_grad() on PyTorch)",
+            *(_ANEW.capitalize(),) * 2,
+        ),
     ),
     (
         "call zero_grad() before the backward pass, not after it",
