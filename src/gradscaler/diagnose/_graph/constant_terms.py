@@ -13,12 +13,16 @@ _LOSSES = re.compile("_loss$|^kl_div$|cross_entropy")
 
 
 class ConstantTerms:
-    """Follows what loss functions make of inputs without a graph, up to the graph that adds it."""
+    """Follows what loss functions make of inputs without a graph, up to the graph that adds it.
+
+    Attributes:
+        added: for each node that reads such a value, the loss function.
+    """
 
     def __init__(self) -> None:
         # By ids of tensors. One that is kept here keeps its id from being used again.
         self._values: dict[int, tuple[Tensor, str]] = {}
-        self._added: dict[Node, str] = {}
+        self.added: dict[Node, str] = {}
 
     def see(self, call: Call) -> None:
         """Note the value that a call makes, or where in a graph one is read."""
@@ -27,7 +31,7 @@ class ConstantTerms:
         made = [each for each in call.outputs if each.grad_fn is not None]
         place = next((self._values[id(each)][1] for each in call.inputs if self._has(each)), "")
         if made and place:
-            self._added |= {each.grad_fn: place for each in made}
+            self.added |= {each.grad_fn: place for each in made}
         elif not made:
             if _LOSSES.search(call.name) and is_grad_enabled():
                 _, line = called_from(stack_from(call.frame)[0])
@@ -40,7 +44,5 @@ class ConstantTerms:
 
     def found_in(self, loss: Tensor) -> str | None:
         """The loss function whose value a loss adds, as ``"mse_loss at train.py:7"``, or None."""
-        if not self._added:
-            return None
         nodes = adders_of(loss.grad_fn)
-        return next((self._added[node] for node in nodes if node in self._added), None)
+        return next((self.added[node] for node in nodes if node in self.added), None)

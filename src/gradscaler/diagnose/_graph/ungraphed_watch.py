@@ -92,7 +92,8 @@ class UngraphedWatch:
             self.stop()
         was_watched = is_over and self._follows
         self._budget.step_ended(step)
-        if found is not None:
+        if found is not None:  # the verdict is that, whatever else the loss adds
+            self._seeks_left, self._is_sought = 0, False
             self._is_wanted, self._healthy_left = not is_exact(found), _MOST_HEALTHY
         if found is not None and was_watched:
             self._left = self._left - 1 if self._is_wanted else 0

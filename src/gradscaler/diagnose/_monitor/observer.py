@@ -146,13 +146,12 @@ class EagerObserver(StepSource):
 
     def _see_terms(self, iteration: Iteration, loss: Tensor) -> None:
         """Note a term of a loss that no gradient passes, or look for it in the next step."""
-        if self._graphs is None:
-            return
-        if place := self._graphs.ungraphed.terms.found_in(loss):
+        calls = None if self._graphs is None else self._graphs.ungraphed
+        if calls is not None and calls.terms.added and (place := calls.terms.found_in(loss)):
             iteration.note(Event.CONSTANT)
             iteration.note(Event.CONSTANT, place)
-        if iteration.scaled.adds_a_constant:
-            self._graphs.ungraphed.seek_term()
+        if calls is not None and iteration.scaled.adds_a_constant:
+            calls.seek_term()
 
     def leave_out(self, loss: Tensor) -> None:
         """Report a loss that is not finite, and that no backward pass takes."""

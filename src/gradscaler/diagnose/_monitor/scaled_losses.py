@@ -162,7 +162,8 @@ class ScaledLosses:
             yield Counted(Event.NEGATIVE)
         if self.by_hand:
             yield Counted(Event.BY_HAND)
-        yield from (Counted(Event.BY_HAND, f"{scale:.0f}") for scale in self.by_hand)
+        for scale in self.by_hand:
+            yield Counted(Event.BY_HAND, f"{scale:.0f}")
         for event, place in self.mistakes.items():
             if event is not Event.ABSORBED or math.isfinite(loss or 0.0):
                 yield Counted(event)
@@ -363,7 +364,7 @@ def _repeats(node: Node, outputs: tuple[int, ...]) -> bool:
     else:
         return False
     kept = differences if targets is None else targets
-    return float(rest.abs().max()) <= _CLOSE * float(kept.abs().max())
+    return float(rest.detach().abs().max()) <= _CLOSE * float(kept.detach().abs().max())
 
 
 def _shape_of(node: Node) -> tuple[int, ...]:
