@@ -148,7 +148,8 @@ class Adding(OnTorch):
 
 @pytest.mark.skipif(BACKEND != "torch", reason="PyTorch alone adds gradients up")
 @pytest.mark.parametrize(
-    ("is_scaled", "num"), [(False, None), (True, None), (False, 1), (True, 1), (False, 2)]
+    ("is_scaled", "num"),
+    [(False, None), (True, None), (False, 1), (True, 1), (False, 2), (True, 2)],
 )
 def test_gradients_that_are_not_zeroed_are_told(is_scaled, num, monkeypatch, tmp_path):
     monkeypatch.setattr(Adding, "num", num)

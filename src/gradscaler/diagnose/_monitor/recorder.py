@@ -40,7 +40,7 @@ class RecordedStep:
     number: int
     after: ScalerState
     before: ScalerState
-    growth_interval: float = 1
+    policy: Any = None
     loss: Scalar | None = None
     nonfinite: tuple[NonfiniteGradient, ...] | None = None
     is_sampled: bool = False
@@ -51,7 +51,7 @@ class RecordedStep:
     @property
     def is_skipped(self) -> bool:
         """Whether the step's gradients held an Inf or a NaN; waits for the device."""
-        return not self.after.was_finite(self.before, self.growth_interval)
+        return not self.after.was_finite(self.before, self.policy)
 
     def add_to(self, log: StepLog) -> None:
         """Add the step to a log; waits for the device."""
@@ -76,8 +76,7 @@ class Recorder(StepSource):
 
     def __post_init__(self) -> None:
         """Note the scaler's present state."""
-        policy, first = policy_of(self.scaler), state_of(self.scaler)
-        self._growth_interval = getattr(policy, "growth_interval", getattr(policy, "period", 1))
+        self._policy, first = policy_of(self.scaler), state_of(self.scaler)
         self.parameters = RecordedParameters(self.model, scaler=self.scaler)
         self.events = list[Counted]()  # of the step that is recorded next
         self._replays = Replays(self.log)
@@ -110,7 +109,7 @@ class Recorder(StepSource):
         if finite is not None:
             state = replace(state, finite=finite)
         last = self._steps[-1]
-        step = RecordedStep(last.number + 1, state, last.after, self._growth_interval, loss)
+        step = RecordedStep(last.number + 1, state, last.after, self._policy, loss)
         step.is_sampled = is_sampled(step.number, self.every, self.log.num_before)
         step.is_inspected = self.forensics > 0 and gradients is not None
         is_read = gradients is not None and (step.is_sampled or step.is_inspected)

@@ -21,21 +21,34 @@ class ScalerState:
     finite: Scalar | None = None  # whether the latest gradients were finite, if the scaler knows
     applied: Scalar | None = None  # how many steps its optimizer took, if the scaler knows
 
-    def was_finite(self, before: ScalerState, growth_interval: float) -> bool:
+    def was_finite(self, before: ScalerState, policy: Any) -> bool:
         """Whether the step since ``before`` had finite gradients; waits for the device.
 
-        A fixed scale gives no evidence; the step is assumed to be finite.
+        A fixed scale gives no evidence; the step is assumed to be finite. So is one in which the
+        optimizer was not called, as with micro-batches.
         """
         if self.finite is not None:
             return bool(number_of(self.finite))
         if self.applied is not None and before.applied is not None:
-            return number_of(self.applied) != number_of(before.applied)
+            is_applied = number_of(self.applied) != number_of(before.applied)
+            return is_applied or not self._was_called(before, policy)
         if self.finite_steps is None or before.finite_steps is None:
             return True
         scale, scale_before = number_of(self.scale), number_of(before.scale)
+        growth_interval = getattr(policy, "growth_interval", getattr(policy, "period", 1))
         is_full = number_of(before.finite_steps) + 1 >= growth_interval
         is_at_largest = scale == scale_before and is_full
         return number_of(self.finite_steps) > 0 or scale > scale_before or is_at_largest
+
+    def _was_called(self, before: ScalerState, policy: Any) -> bool:
+        """Whether the optimizer was called in a step that it did not take: a skip leaves traces."""
+        scale, count = number_of(self.scale), self.finite_steps
+        if count is None or before.finite_steps is None or not isinstance(policy, DynamicScale):
+            return True
+        if scale != number_of(before.scale) or number_of(count) != number_of(before.finite_steps):
+            return True
+        leaves_none = policy.hysteresis > 1 or scale <= policy.min_scale
+        return number_of(count) == 0 and leaves_none
 
     def each_of(
         self, num_steps: int, after: ScalerState, backoff: float = 0.5
