@@ -120,9 +120,11 @@ class CutOff:
         missing = {name for name, p in trained.items() if p.grad is None}
         zero = {n for n, p in trained.items() if p.grad is not None and not largest(p.grad)}
         cut = self._first_called(trained, missing)
-        unused = {n for n in missing if id(trained[n]) in self._unused.get(_module_of(n), ())}
-        self._now |= dict.fromkeys(unused, LEFT_OUT)
         self._now |= {n: self._cut_by(n) for n in cut}
+        for name, parameter in trained.items() if missing else ():
+            is_unused = id(parameter) in self._unused.get(_module_of(name), ())
+            if is_unused and name in missing and name not in self._now:
+                self._now[name] = LEFT_OUT
         first = set(self._first_called(trained, zero))
         names = {id(parameter): name for name, parameter in trained.items()}
         for node, operation in self._flat.items():
