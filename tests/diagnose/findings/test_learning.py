@@ -150,7 +150,7 @@ HEADS = "head.weight", "head.bias"
             RISES,
             {"head.weight": "left out", "other.bias": "left out"},
             "2 to 250.479. head is called, and the loss leaves out what it makes: if head.weight "
-            "and 1 more should be trained, add that to the loss, without detach(). If the loss",
+            "and 1 more should be trained, add that to the loss. If the loss",
         ),
     ],
 )
@@ -166,3 +166,20 @@ def test_optimizers_that_take_turns_have_no_gradients_meanwhile():
     assert "of its own. head is" in told(
         STOOD, missing=HEADS, events=turns, cut={"head.weight": "left out"}
     )
+
+
+@pytest.mark.parametrize(
+    ("of_scale", "dtype", "said"),
+    [
+        (0, "float32", "Look at these batches"),
+        (1, "float16", "The script's own loss scale may settle so; look at their batches if more"),
+    ],
+)
+def test_steps_that_an_own_loss_scale_leaves_out_are_no_bad_batches(of_scale, dtype, said):
+    known = {"events": Events().after({"by_hand": of_scale}), "backward": frozenset({dtype})}
+    assert said in told(FELL, skipped=8, **known)
+
+
+def test_steps_without_a_gradient_that_was_read_are_not_said_to_have_had_a_finite_one():
+    blind = {"sample": None, "first": None}
+    assert "No Inf or NaN was seen in 100 steps. No gradients were read" in told(FELL, **blind)

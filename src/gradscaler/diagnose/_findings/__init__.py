@@ -51,6 +51,7 @@ DETECTORS = sorted(
 
 
 _FEW = "So few batches do no harm; look at them if more follow."
+_OWN_SCALE = "The script's own loss scale may settle so; look at their batches if more follow."
 _LOOK = (
     "Look at these batches, and at what the loss makes of them: an Inf or NaN, an empty mask, a "
     "logarithm or root of 0."
@@ -102,7 +103,7 @@ def _normal(evidence: Evidence) -> Finding:
     text = f"{evidence.skipped or 'None'} of {steps} {were} skipped"
     if not evidence.has_scaler:
         text = f"None of {steps} had a gradient of NaN or Inf"
-        if _is_blind(evidence):
+        if _is_unread(evidence):
             text = f"No Inf or NaN was seen in {steps}"
         if evidence.skipped:
             text = f"{evidence.are_skipped.capitalize()}{evidence.no_step_since}"
@@ -147,9 +148,8 @@ def _few_failures(text: str, evidence: Evidence) -> Finding | None:
         )
     if evidence.skipped and not evidence.has_scaler:
         is_rare = evidence.skipped <= RARE * evidence.steps
-        return Finding(
-            "normal", f"{text}, as gradients were Inf or NaN.", _FEW if is_rare else _LOOK
-        )
+        action = _OWN_SCALE if evidence.is_scaled_by_hand else _FEW if is_rare else _LOOK
+        return Finding("normal", f"{text}, as gradients were Inf or NaN.", action)
     return None
 
 
@@ -194,6 +194,11 @@ def _is_blind(evidence: Evidence) -> bool:
     return not evidence.has_scaler and evidence.sample is None and not has_loss
 
 
+def _is_unread(evidence: Evidence) -> bool:
+    """Whether no gradient was read, and losses tell nothing either."""
+    return evidence.sample is None and whether_it_learns(evidence) == _FINE
+
+
 _FINE = f"{FINE}."
 
 
@@ -232,7 +237,7 @@ def _with_missing(learned: str, evidence: Evidence) -> str:
         are, they_make = ("are", "they make") if len(unused) > 1 else ("is", "it makes")
         use = (
             f"{_and_more(unused)} {are} called, and the loss leaves out what {they_make}: if "
-            f"{those} should be trained, add that to the loss, without detach()."
+            f"{those} should be trained, add that to the loss."
         )
     return " ".join(
         filter(None, [f"{told.rstrip('.')}.", use, rest.replace("If it", "If the loss", 1)])

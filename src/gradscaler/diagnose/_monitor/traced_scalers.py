@@ -43,7 +43,7 @@ class ScalerState:
     def _was_called(self, before: ScalerState, policy: Any) -> bool:
         """Whether the optimizer was called in a step that it did not take: a skip leaves traces."""
         scale, count = number_of(self.scale), self.finite_steps
-        if count is None or before.finite_steps is None or not isinstance(policy, DynamicScale):
+        if count is None or before.finite_steps is None or not hasattr(policy, "hysteresis"):
             return True
         if scale != number_of(before.scale) or number_of(count) != number_of(before.finite_steps):
             return True
