@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradscaler import DynamicScale, FixedScale
+from gradscaler.policies import ScaleState, leaf_dtypes
 
 OTHERS = {
     DynamicScale(): {
@@ -158,3 +159,8 @@ def test_the_repr_is_the_call_that_makes_the_policy():
 @given(policies)
 def test_evaluating_the_repr_gives_an_equal_policy(policy):
     assert eval(repr(policy)) == policy
+
+
+def test_a_number_of_a_state_is_a_float32_if_it_is_a_float_of_python_or_of_numpy():
+    for value, dtype in ((0.5, np.float32), (np.float32(0.5), np.float32), (3, np.int32)):
+        assert leaf_dtypes(ScaleState(1.0, 0, value)) == (np.float32, np.int32, dtype)

@@ -71,6 +71,15 @@ def test_a_record_equals_the_framework_s_dict(scaler, optimizer, parameters, fin
         del record["stage"]
 
 
+def test_a_dict_that_a_framework_puts_in_does_not_stop_the_next_update(
+    scaler, optimizer, parameters, finite
+):
+    library.backward(scaler, parameters, finite)
+    scaler.step(optimizer)
+    scaler._per_optimizer_states["its own"] = {}
+    scaler.update()
+
+
 def test_the_stages_are_the_framework_s():
     ours = importlib.import_module(f"gradscaler.{library.name}")
     assert ours.OptState is OptState
