@@ -194,12 +194,12 @@ def _is_blind(evidence: Evidence) -> bool:
     return not evidence.has_scaler and evidence.sample is None and not has_loss
 
 
+_FINE = f"{FINE}."
+
+
 def _is_unread(evidence: Evidence) -> bool:
     """Whether no gradient was read, and losses tell nothing either."""
     return evidence.sample is None and whether_it_learns(evidence) == _FINE
-
-
-_FINE = f"{FINE}."
 
 
 def _nothing(evidence: Evidence) -> str:
