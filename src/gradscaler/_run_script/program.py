@@ -16,6 +16,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any, NamedTuple
 
 from gradscaler._run_script.undo import on_stop, replace
+from gradscaler.diagnose._graph.stand_ins import calls_for, gives_to_a_mode
 
 _OWN = str(Path(__file__).parents[1])
 
@@ -132,7 +133,13 @@ def _without_own(trace: TracebackType | None, is_warning: bool) -> TracebackType
     while trace is not None:
         entries.append(trace)
         trace = trace.tb_next
-    users = [each for each in entries if not _is_own(each)]
+    users: list[TracebackType] = []
+    for each in entries:
+        if calls_for(each.tb_frame):
+            if users and gives_to_a_mode(users[-1].tb_frame):
+                del users[-2:]
+        elif not _is_own(each):
+            users.append(each)
     is_ours = bool(entries) and _is_own(entries[-1]) and not is_warning
     kept = entries if is_ours else users
     for before, after in pairwise([*kept, None]):

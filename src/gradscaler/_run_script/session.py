@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -34,7 +33,6 @@ from gradscaler._run_script.termination import die_in_groups
 from gradscaler._run_script.undo import on_stop, replace
 from gradscaler._run_script.variables import loss_left_out, nonfinite_left
 from gradscaler._run_script.voice import attempt, conclude_without_step, voice
-from gradscaler.diagnose._graph import calls
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.hooks import Handle, remove_unless_stepping, uncompiled
 from gradscaler.diagnose._graph.lines import Tracebacks, keep_under
@@ -99,7 +97,6 @@ class Session(Runs, backward_calls.BackwardListener):
         on_stop.callback(loaders.forget)
         if any(map(is_theirs, in_memory(torch.amp.GradScaler))):
             self._see_theirs()
-        _leave_repeated_warnings_out()
         _leave_children_alone()
         self._end_first()
 
@@ -265,17 +262,6 @@ class Session(Runs, backward_calls.BackwardListener):
             self._begin(LOOP, None)
         for run in list(self.open.values())[-1:]:
             run.leave_out(loss)
-
-
-def _leave_repeated_warnings_out() -> None:
-    """Let no function that a watch calls for the user warn once more, as of a line of ours."""
-    warnings.filterwarnings("ignore", module=f"{re.escape(calls.__name__)}$")
-    on_stop.callback(_forget_filter, warnings.filters[0])
-
-
-def _forget_filter(added: Any) -> None:
-    if added in warnings.filters:
-        warnings.filters.remove(added)  # type: ignore[attr-defined] # it is a list
 
 
 @cache

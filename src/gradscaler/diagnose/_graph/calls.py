@@ -17,6 +17,7 @@ from typing import Any
 from gradscaler.diagnose._gradients.reading import Reading, Tensor, floating, read
 from gradscaler.diagnose._graph.call_site import called, operation_of
 from gradscaler.diagnose._graph.nodes import kept
+from gradscaler.diagnose._graph.stand_ins import calling_for
 from gradscaler.diagnose._operations.operation import Role
 from gradscaler.diagnose._operations.rows import names_with
 
@@ -133,7 +134,8 @@ class CallWatch:
                 watch = None if is_compiling() or jit.is_tracing() else own()
                 if watch is None:
                     return func(*args, **(kwargs or {}))
-                return watch.call(func, args, kwargs or {}, inspect.currentframe())
+                frame = inspect.currentframe()
+                return watch.call(func, args, kwargs or {}, frame and frame.f_back)
 
         self._see, self._may_continue = see, may_continue
         self.mode: Any = Mode()
@@ -185,11 +187,11 @@ class CallWatch:
         is_fork = os.getpid() != self._process  # a fork inherits the mode
         name = getattr(func, "__name__", "")
         if is_fork or name.startswith(_UNSEEN) or not self.is_on or not self._may_continue():
-            return func(*args, **kwargs)
+            return calling_for(frame)(func, args, kwargs)
         call = None
         with suppress(Exception):
-            call = Call(name, args, kwargs, frame and frame.f_back)
-        outputs = func(*args, **kwargs)
+            call = Call(name, args, kwargs, frame)
+        outputs = calling_for(frame)(func, args, kwargs)
         with suppress(Exception):
             if call is not None:
                 call.end(outputs)

@@ -19,6 +19,7 @@ from gradscaler.diagnose._graph.lines import Tracebacks
 from gradscaler.diagnose._graph.nodes import is_custom, is_leaf, nodes_from
 from gradscaler.diagnose._graph.places import Module, Places
 from gradscaler.diagnose._graph.reader import GraphReader
+from gradscaler.diagnose._graph.stand_ins import calling_for
 from gradscaler.diagnose._record.located import Located
 
 
@@ -165,7 +166,7 @@ class _Calls(CallWatch):
         if starts or (func is torch.ones_like and frame is not None and _is_of_autograd(frame)):
             self.at_backward(args[:1])
         if starts:  # what it returns has a graph of its own
-            return func(*args, **kwargs)
+            return calling_for(frame)(func, args, kwargs)
         return super().call(func, args, kwargs, frame)
 
     def enter(self, *_: object) -> None:
@@ -191,5 +192,5 @@ class _Calls(CallWatch):
 
 def _is_of_autograd(frame: FrameType) -> bool:
     """Whether torch.autograd calls a function, as it does at the start of a backward pass."""
-    calls, _ = stack_from(frame.f_back)
+    calls, _ = stack_from(frame)
     return any(call.function == "_make_grads" for call in calls[:2])
