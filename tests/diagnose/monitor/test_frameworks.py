@@ -75,6 +75,35 @@ SEES_OPERATIONS = pytest.mark.skipif(
 line_of = lines_marked_in(__file__)
 
 
+@pytest.mark.filterwarnings("ignore:When training, we now always track:UserWarning")  # Paddle's
+@pytest.mark.skipif(FRAMEWORK not in EAGER, reason="its buffers are not at hand")
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_statistic_that_a_batch_left_out_made_nan_is_named(trains):
+    normalization = framework.nn.BatchNorm1D if FRAMEWORK == "paddle" else framework.nn.BatchNorm1d
+    model = framework.nn.Sequential(framework.nn.Linear(4, 3), normalization(3))
+    parameters = model.parameters()
+    if FRAMEWORK == "paddle":
+        optimizer = framework.optimizer.SGD(1e-3, parameters=parameters)
+    else:
+        optimizer = framework.optim.SGD(parameters, lr=1e-3)
+    scaler = ours.GradScaler(policy=FixedScale(1.0))
+    with Monitor(scaler, model, on_stuck="continue") as monitor:
+        for number in range(20):
+            model.train() if number != 3 or trains else model.eval()
+            inputs = framework.ones([8, 4]) * (math.nan if number == 3 else 1.0)
+            loss = (model(inputs) * model(inputs)).mean()
+            if number == 3:  # the script leaves it out
+                continue
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.clear_gradients() if FRAMEWORK == "paddle" else optimizer.zero_grad()
+    found = monitor.verdict
+    assert (found.kind == "parameter") == trains
+    name = "1._mean" if FRAMEWORK == "paddle" else "1.running_mean"
+    assert (f"The model's {name} is itself Inf or NaN, though" in found.text) == trains
+
+
 def logarithm_of_0(model, inputs):
     return (model(inputs) * 0).log().mean()  # logarithm_of_0
 

@@ -40,6 +40,9 @@ from gradscaler.diagnose._record.thresholds import (
 from gradscaler.outcome import HISTORY_LENGTH
 from gradscaler.policies import FixedScale, is_fixed
 
+STATISTICS = "running_mean", "running_var", "._mean", "._variance"
+"""How the names of buffers end that forward passes write, in PyTorch and TensorPlay, and Paddle."""
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -60,6 +63,7 @@ class Evidence:
     min_scale: float | None = None  # the scale's lower limit, if known
     parameter: str | None = None  # the name of a parameter or a buffer that is not finite
     state: str | None = None  # the name of an optimizer's state that is not finite
+    statistic: str | None = None  # the name of a buffer of STATISTICS that is not finite
     lost_eps: float | None = None  # an optimizer's eps that is 0, also in its float16
     weights: tuple[float, float] | None = None  # the parameters' norm, first and in that streak
     located: Located | None = None  # the first Inf or NaN of that streak

@@ -47,6 +47,23 @@ def nonfinite(evidence: Evidence) -> Finding | None:
     )
 
 
+@detector(Phase.PARAMETER)
+def statistic(evidence: Evidence) -> Finding | None:
+    """A running statistic that is not finite, of a forward pass whose step was left out."""
+    if evidence.statistic is None:
+        return None
+    return Finding(
+        "parameter",
+        f"The model's {evidence.statistic} is itself Inf or NaN, though no step used such "
+        "gradients: a forward pass in training mode wrote it, also where its loss was left out. "
+        "Evaluated with it, the model makes NaN.",
+        "Leave a batch with Inf or NaN out before its forward pass, look for what makes it (a "
+        "division by a deviation of 0), and reset the statistic or go back to an earlier "
+        "checkpoint.",
+        evidence.statistic,
+    )
+
+
 @detector(Phase.STATE, in_streak=Role.BESIDE)
 def state(evidence: Evidence) -> Finding | None:
     """An optimizer's state that is not finite. Skipping steps does not repair it."""

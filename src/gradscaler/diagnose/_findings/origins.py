@@ -14,7 +14,7 @@ from gradscaler.diagnose._findings.advice import (
     seen_in,
 )
 from gradscaler.diagnose._findings.case import Case, Outcome
-from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._findings.evidence import STATISTICS, Evidence
 from gradscaler.diagnose._findings.nan_skips import is_nan
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.located import (
@@ -30,7 +30,6 @@ EXPLAIN_ALL = (
     "To see which, explain the files of all ranks together: gradscaler run writes one of each, and "
     'so do monitors with path="run.{rank}.jsonl".'
 )
-_STATISTICS = "running_mean", "running_var"  # buffers that forward passes write
 _KEPT = "kept from step to step (averaged weights, statistics, a queue)"
 # PowerSGD adds to each gradient what it left out of the last one, so one Inf stays in its memory.
 _KEPT_OF_PROCESSES = f"{_KEPT[:-1]}, the memory of a communication hook such as PowerSGD's)"
@@ -98,7 +97,7 @@ def parameter(case: Case) -> Finding | None:
             "Go back to an earlier checkpoint, and keep the parameters in float32, with the "
             "forward pass under autocast, or set eps to 1e-4."
         )
-    elif name.endswith(_STATISTICS):
+    elif name.endswith(STATISTICS):
         undone = ": no skip undoes that" if evidence.has_scaler else ""
         watched = evidence.watched
         read = seen_in(watched) if isinstance(watched, Given) else ""

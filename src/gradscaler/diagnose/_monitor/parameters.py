@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gradscaler.diagnose._findings.evidence import STATISTICS
 from gradscaler.diagnose._gradients.arrays import dtype_name, has_numbers, local, sample_of
 from gradscaler.diagnose._gradients.reading import Tensor, inspect, read
 from gradscaler.outcome import NonfiniteGradient
@@ -58,20 +59,31 @@ class OptimizersParameters:
         """
         each = (self.named(optimizer, o) for o, optimizer in enumerate(self.optimizers))
         trained = dict(chain.from_iterable(named.items() for named in each))
-        if self._model is None:
-            return inspect(trained)
-        buffers: Any = getattr(self._model, "named_buffers", tuple)()
-        every = chain(self._model.named_parameters(), buffers)
-        rest = {name: a for name, a in every if name not in trained and has_numbers(a)}
+        rest = {name: array for name, array in self._of_model() if name not in trained}
         found = inspect(rest)
         return inspect(trained) + tuple(array for array in found if array.num_nan)
 
     def of_optimizers(self, is_stuck: bool) -> dict[str, Any]:
         """The fields of evidence that the optimizers give; more fields if the run is stuck."""
-        found: dict[str, Any] = {"state": self._nonfinite_state()}
+        found: dict[str, Any] = {
+            "state": self._nonfinite_state(),
+            "statistic": self._nonfinite_statistic(),
+        }
         if is_stuck:
             found |= {"weights": self._growth(), "lost_eps": self.lost_eps()}
         return found
+
+    def _nonfinite_statistic(self) -> str | None:
+        """The first running statistic that is not finite, such as ``"bn.running_var"``."""
+        kept = (each for each in self._of_model() if each[0].endswith(STATISTICS))
+        return next((name for name, array in kept if read(array).bad), None)
+
+    def _of_model(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters and the buffers of the model; Paddle's statistics are parameters."""
+        if self._model is not None:
+            buffers: Any = getattr(self._model, "named_buffers", tuple)()
+            every = chain(self._model.named_parameters(), buffers)
+            yield from (each for each in every if has_numbers(each[1]))
 
     def _nonfinite_state(self) -> str | None:
         """The first state that is not finite, such as ``"exp_avg of fc.bias"``; else None."""
