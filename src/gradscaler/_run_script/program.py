@@ -16,7 +16,6 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any, NamedTuple
 
 from gradscaler._run_script.undo import on_stop, replace
-from gradscaler.diagnose._graph.stand_ins import calls_for, gives_to_a_mode
 
 _OWN = str(Path(__file__).parents[1])
 
@@ -129,14 +128,16 @@ def show_from(code: CodeType | None) -> None:
 
 
 def _without_own(trace: TracebackType | None, is_warning: bool) -> TracebackType | None:
+    # Without a watched call it may not be imported; an import here loses an interrupt's status.
+    stand_ins: Any = sys.modules.get("gradscaler.diagnose._graph.stand_ins")
     entries = []
     while trace is not None:
         entries.append(trace)
         trace = trace.tb_next
     users: list[TracebackType] = []
     for each in entries:
-        if calls_for(each.tb_frame):
-            if users and gives_to_a_mode(users[-1].tb_frame):
+        if stand_ins is not None and stand_ins.calls_for(each.tb_frame):
+            if users and stand_ins.gives_to_a_mode(users[-1].tb_frame):
                 del users[-2:]
         elif not _is_own(each):
             users.append(each)

@@ -539,16 +539,17 @@ def test_gradients_of_a_loss_of_zero_are_no_underflow_where_the_scale_fits_other
     assert judge(Evidence(200, 0, sample=zero, sizes=sizes)).kind == kind
 
 
-def having_cut(cut, zero=(), missing=(), alive=("c.weight",), later=None):
+def having_cut(cut, zero=(), missing=(), alive=("c.weight",), later=None, loss=None):
     """The verdict on gradients that are 0, missing or alive; ``later``: in one more sample."""
-    evidence = Evidence(400, 0)
-    for gone, missed, looked in ((zero, missing, cut), *([(*later, None)] if later else ())):
+    evidence = Evidence(400, 0, first=loss and Step(1, 1024.0, skipped=False, loss=loss))
+    for gone, missed, looked in ((zero, missing, cut), *([(*later, None)[:3]] if later else ())):
         found = {name: ParameterSample(1.0, 0, 0, 0, Bins(0, ())) for name in gone}
         rest = [name for name in (*alive, *zero) if name not in gone]
         found |= {name: ParameterSample(0.0, 0, 0, 0, Bins(-9, (1,))) for name in rest}
         step = len(evidence.past) + 100
         sample = Sample(step, 1024.0, (), 100, (), shares=RELU, histogram=Bins(-9, (1,)))
         sample = replace(sample, parameters=found, missing=missed, cut=looked)
+        sample = replace(sample, norm=1.0, loss=loss)
         evidence = evidence.after(sample)
     return judge(evidence)
 
@@ -569,6 +570,18 @@ def test_what_lets_no_gradient_through_is_named(operation, words):
     assert "2 of 3 parameters, a.weight first, are exactly 0" in found.text
     assert words in found.text
     assert found.text.count(". ") == 1
+
+
+@pytest.mark.parametrize("operation", ["relu", "round"])
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_units_that_end_in_the_course_of_a_run_are_told_with_the_learning_rate(operation, is_whole):
+    names, rest = ["a.weight", "b.weight"], [] if is_whole else ["c.weight"]
+    later = dict.fromkeys(names, operation)
+    text = having_cut({}, zero=[], alive=[*names, *rest], later=(names, [], later), loss=1.0).text
+    has_ended = operation == "relu"
+    assert ("; in step 100 they were not" in text) == has_ended
+    assert ("ower the learning rate or warm it up" in text) == has_ended
+    assert ("f relu makes the outputs, leave it out" in text) == (has_ended and is_whole)
 
 
 @pytest.mark.parametrize(("before", "kind"), [(2.0**-3, "dead"), (2.0**-20, "underflow")])

@@ -265,7 +265,7 @@ def of_zeroed_gradients(net):
     [
         (of_another_model, "as the loss depends on other parameters than those that it holds"),
         (of_a_tensor_made_anew, "its graph begins at a tensor that was made anew"),
-        (of_zeroed_gradients, "found no gradient in 20 calls, so nothing is trained"),
+        (of_zeroed_gradients, "as they are gone between the backward pass and the step"),
     ],
 )
 def test_why_no_step_finds_a_gradient_is_told(make, said):

@@ -53,6 +53,10 @@ _ASTRAY = {  # why an optimizer never finds a gradient, and what to do
         "Make the optimizer{} after the model that the loss comes from, of its parameters: a copy "
         "of a model, or one that is made again, has others.",
     ),
+    "held": (
+        "they are gone between the backward pass and the step",
+        "Do not clear them there: call zero_grad() before the backward pass, not after it.",
+    ),
     "tensors": (
         "the loss depends on no parameter, and its graph begins at a tensor that was made anew",
         "Look for detach(), .data, .item(), numpy(), torch.tensor() between the parameters of the "

@@ -83,6 +83,16 @@ def cut_off(evidence: Evidence) -> Finding | None:
         "look at the biases before it and the learning rate, normalise its inputs, or take a "
         "function with a slope on both sides (leaky_relu, gelu)"
     )
+    if (before := _had_one(names[0], evidence)) and by not in _STEPS:
+        whole += f"; in step {before} they were not"
+        rate = f" of {evidence.rates[-1][1]:g}" if evidence.rates else ""
+        is_last = len(names) == len(sample.parameters)
+        ends = f"if {by} makes the outputs, leave it out, as targets beyond it are out of reach; "
+        try_ = (
+            f"{ends * is_last}lower the learning rate{rate} or warm it up, look at the biases "
+            "before it, normalise its inputs, or take a function with a slope on both sides "
+            "(leaky_relu, gelu)"
+        )
     if by in _STEPS:
         try_ = (
             "take a smooth function in its place (tanh for sign), or let the gradient pass as if "
@@ -100,6 +110,16 @@ def cut_off(evidence: Evidence) -> Finding | None:
         _whatever_the_scale(try_, evidence),
         where,
     )
+
+
+def _had_one(name: str, evidence: Evidence) -> int | None:
+    """The latest sampled step whose gradient of a parameter was not 0; None without one."""
+    seen = (
+        each.step
+        for each in reversed(evidence.measured)
+        if name in each.parameters and each.parameters[name].zero < 1
+    )
+    return next(seen, None)
 
 
 def _has_stood(first: Step | None, sample: Sample) -> bool:

@@ -10,6 +10,7 @@ from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._record.events import Event
 from gradscaler.diagnose._record.lines import ParameterSample
 from gradscaler.diagnose._record.thresholds import (
+    CLIMBED,
     CLIPPED_AWAY,
     EARLY,
     EXPLODED,
@@ -20,10 +21,12 @@ from gradscaler.diagnose._record.thresholds import (
     LATE,
     LONG,
     MANY,
+    MOST,
     NEAR_CHANCE,
     RAN_AWAY,
     ROSE,
     SAME_LOSS,
+    SOLVED,
     SOON,
     STAYED,
     TINY_NORM,
@@ -76,13 +79,15 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
     first = evidence.first and evidence.first.loss
     usual = fmean(values[:EARLY]) if is_whole or first is None else first
     frozen = () if evidence.optimizers is None else evidence.optimizers.frozen
-    if rise := _rose_again(losses, usual):
+    has_fallen = fmean(values[-LATE:]) < usual - FELL * abs(usual)
+    rise = _rose_again(losses, usual) or (_stands(losses) if has_fallen else "")
+    if rise := rise or (_climbed(losses) if is_whole else ""):
         return f"{judged}; {rise}"
     is_short = evidence.steps < (FEW_CALLS if values[-1] == first else LONG)
     if is_short and (_has_risen(values) or _is_as_at_first(values[-1], first)):
         steps = f"{evidence.steps} step{'s' * (evidence.steps != 1)}"
         return f"{judged}, in {steps}, too few to say whether it falls."
-    if is_short or fmean(values[-LATE:]) < usual - FELL * abs(usual):
+    if is_short or has_fallen:
         unless = f"{_listed(frozen)} should be trained, {_FROZEN}" if frozen else ""
         if not unless and evidence.events.count(Event.UNHELD) >= FEW_SAMPLES:
             unless = f"{evidence.events.place(Event.UNHELD)} should be trained, which {_UNHELD}"
@@ -150,6 +155,36 @@ def _rose_again(losses: Sequence[tuple[int, float]], usual: float) -> str:
     return (
         f"it was {lowest:g} on average in the {LATE} steps {at}. If it should have stayed there, "
         f"{look}."
+    )
+
+
+def _climbed(losses: Sequence[tuple[int, float]]) -> str:
+    """A clause on a loss that left a low value at once, and came back; empty if it has not."""
+    first, *values = [loss for _, loss in losses[: LATE + 1]]
+    means = [fmean(values[at : at + SOON]) for at in range(len(values) - SOON + 1)]
+    highest = max(means, default=0.0)
+    if not 0 < CLIMBED * first < highest:
+        return ""
+    at = means.index(highest) + 1  # the first loss is none of them
+    return (
+        f"it was {highest:g} on average in steps {losses[at][0]} to {losses[at + SOON - 1][0]}. If "
+        "weights were loaded, load the states of their optimizer and its schedule, too; else warm "
+        "the learning rate up."
+    )
+
+
+def _stands(losses: Sequence[tuple[int, float]]) -> str:
+    """A clause on a loss that is one number in most of the latest steps; empty if it is not."""
+    latest = [loss for _, loss in losses[-LONG:]]
+    usual = median(latest)
+    same = [loss for loss in latest if abs(loss - usual) <= SAME_LOSS * abs(usual)]
+    is_solved = usual <= SOLVED * losses[0][1]
+    if is_solved or len(latest) < LONG or len(same) < MOST * LONG:
+        return ""
+    return (
+        f"it was {usual:g} in {len(same)} of the latest {LONG} steps. If batches differ, the "
+        "outputs do not depend on them any more (all are one point, or beyond a limit of the "
+        "loss): lower the learning rate, and look at what the loss compares."
     )
 
 

@@ -111,13 +111,16 @@ class HeldParameters:
         self._leaves = {id(each): isinstance(each, kind) for each in leaves}
 
     def what_else(self, optimizer: object) -> str | None:
-        """What the latest loss depends on, if that is nothing that an optimizer holds.
+        """What the latest loss depends on, where an optimizer has no gradient of it.
 
-        It is ``"parameters"`` or ``"tensors"``, and the line that made the optimizer.
+        It is ``"parameters"`` or ``"tensors"`` that the optimizer does not hold, and the line that
+        made the optimizer; or ``"held"``, parameters whose gradients are gone.
         """
         held = {id(p) for group in groups_of(optimizer) for p in group["params"]}
-        if self._leaves is None or not held.isdisjoint(self._leaves):
+        if self._leaves is None:
             return None
+        if not held.isdisjoint(self._leaves):
+            return "held"
         line = self._lines.get("optimizer")
         kind = "parameters" if any(self._leaves.values()) else "tensors"
         return kind + (f" at {line}" if line else "")

@@ -85,7 +85,7 @@ class Event(Enum):
         "calls optimizers",
     )  # an optimizer had a state, but the scaler was new
     IDLE = "idle", "observer recorded_loop step_log", "calls optimizers"  # at a module, later too
-    # The loss of such a step depends on parameters, or other tensors, that the optimizer lacks.
+    # The loss of such a step depends on what the optimizer lacks, or on parameters that it holds.
     ASTRAY = "astray", "observer", "calls"
     RAISED = "raised", "observer", "__init__"  # step() or unscale_() raised an error
     STEPLESS = "stepless", "observer", "optimizers"  # parameters moved between two scaled losses

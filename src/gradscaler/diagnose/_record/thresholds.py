@@ -112,4 +112,6 @@ CLIPPED_AWAY, STAYED = 100.0, 1e-3
 # The norm of gradients, and the relative difference of losses that are one to six digits: layers
 # whose weights begin with a deviation of 0.01 or more leave more of both.
 TINY_NORM, SAME_LOSS = 1e-4, 1e-6
+# Times the first loss, on average in five steps: the first batch's own loss may be a low one.
+CLIMBED = 10.0
 LATEST_SAMPLES = 10  # that are kept
