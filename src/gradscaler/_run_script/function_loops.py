@@ -15,12 +15,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gradscaler._run_script.after_import import after_import
+from gradscaler._run_script.given_weights import GivenWeights
 from gradscaler._run_script.runs import Runs
 from gradscaler._run_script.undo import replace
 from gradscaler._run_script.watched_run import WatchedRun
 from gradscaler.diagnose import Located
 from gradscaler.diagnose._graph.call_site import is_of_user
 from gradscaler.diagnose._graph.guard import guarded
+from gradscaler.diagnose._graph.stand_ins import in_place_of
 from gradscaler.diagnose._locate.leaf_names import names_in_states, opaque_in, parameters_of
 from gradscaler.diagnose._locate.locate import is_locating
 from gradscaler.diagnose._locate.unnoticed import unnoticed
@@ -54,6 +56,8 @@ class FunctionLoops:
         self._jax: Any = sys.modules["jax"]
         self._calling: list[_Watched] = []  # the functions that are running, the inner last
         self._num_steps: Counter[object] = Counter()  # by the key of a run
+        self._loops: dict[object, Unscaled] = {}  # what a run was given as its scaler, by the same
+        self._weights: dict[object, GivenWeights] = {}  # by the same
         self._taken: list[Any] | None = None  # results with gradients, of a step that is run again
         jit = self._jax.jit
         self._look = jit(partial(_look, _sum_of_squares))
@@ -65,6 +69,29 @@ class FunctionLoops:
         self._watch(self._jax, "jit", "grad", "value_and_grad")
         nnx = "flax.nnx"
         after_import(nnx, lambda: self._watch(sys.modules[nnx], "grad", "value_and_grad"))
+        after_import("optax", self._see_updates)
+
+    def _see_updates(self) -> None:
+        """See where optax makes new weights."""
+        optax: Any = sys.modules["optax"]
+        apply, see = optax.apply_updates, guarded(self._see_updated)
+
+        @in_place_of(apply)
+        def seen(params: Any, updates: Any, *args: Any, **kwargs: Any) -> Any:
+            made = apply(params, updates, *args, **kwargs)
+            see(params, made)
+            return made
+
+        replace(optax, "apply_updates", seen)
+
+    def _see_updated(self, weights: Any, made: Any) -> None:
+        for each in self._calling:
+            each.has_update = True
+        if self._calling or self._runs.is_off:
+            return
+        leaves, new = map(self._jax.tree_util.tree_leaves, (weights, made))
+        for given in self._weights.values():
+            given.see_updated(leaves, new)
 
     def _watch(self, module: Any, *names: str) -> None:
         for name in names:
@@ -77,9 +104,10 @@ class FunctionLoops:
         def transformed(*args: Any, **kwargs: Any) -> Any:
             function = transform(*args, **kwargs)
             of = args[0] if args else kwargs.get("fun") or kwargs.get("f")  # "f" is NNX's
+            argnums = kwargs.get("argnums", args[1] if args[1:] else 0)
             if not callable(of):  # it has options alone, and is called with the function next
                 return self._in_place_of(function, name) if callable(function) else function
-            watched = watch(function, of, name != "jit")
+            watched = watch(function, of, None if name == "jit" else argnums)
             return function if watched is None else watched
 
         return update_wrapper(transformed, transform)
@@ -89,8 +117,7 @@ class FunctionLoops:
         if self._runs.is_off or is_locating.get():  # such as in a step of Keras that is run again
             return watched.function(*args, **kwargs)
         if watched.takes_gradient:
-            for each in self._calling:
-                each.takes_gradient = True
+            self._see_gradient(watched, args)
         if self._taken is not None:
             return self._call_again(watched, args, kwargs, self._taken)
         is_outer = not self._calling and self._is_given_values(watched, (args, kwargs))
@@ -103,6 +130,17 @@ class FunctionLoops:
         if is_outer and watched.takes_gradient:
             self._after(watched, copies or (args, kwargs), results)
         return results
+
+    @guarded
+    def _see_gradient(self, watched: _Watched, args: tuple[Any, ...]) -> None:
+        """Note that a gradient is taken, and of what, in each function that is running."""
+        if watched.argnums and not watched.by:
+            found = (args[at] for at in watched.argnums if -len(args) <= at < len(args))
+            watched.by |= {self._shapes(watched, each) for each in found}
+        for each in self._calling:
+            each.takes_gradient = True
+            each.by |= watched.by
+            each.has_update |= watched.has_update
 
     def _call_again(
         self, watched: _Watched, args: tuple[Any, ...], kwargs: dict[str, Any], taken: list[Any]
@@ -123,6 +161,8 @@ class FunctionLoops:
         """Whether a call is run, and not traced."""
         watched.is_leaf = opaque_in(arguments)
         leaves = self._jax.tree_util.tree_leaves(arguments, watched.is_leaf)
+        for weights in self._weights.values():
+            weights.see_taken(leaves)
         return not any(isinstance(each, self._jax.core.Tracer) for each in leaves)
 
     @guarded
@@ -142,7 +182,8 @@ class FunctionLoops:
         if self._runs.is_off:
             return
         if watched.key not in self._runs.open:
-            self._runs.begin(watched.key, Unscaled("jax", is_before=False), None)
+            loop = self._loops[watched.key] = Unscaled("jax", is_before=False)
+            self._runs.begin(watched.key, loop, None)
         if watched.key not in self._runs.open:
             return
         args, kwargs = given
@@ -151,7 +192,7 @@ class FunctionLoops:
         key = *_kinds(*flat), *_kinds(*flat_results)
         places = watched.places.get(key)
         if places is None:
-            places = watched.places[key] = self._places(watched, args, results)
+            places = watched.places[key] = self._places(watched, args, kwargs, results)
         leaves = [(path, made[at]) for path, at in places.floating]
         is_there = not any(getattr(each, "is_deleted", bool)() for each in before)
         pairs = [(before[old], made[new]) for old, new in places.changed if is_there]
@@ -165,6 +206,7 @@ class FunctionLoops:
         run = self._runs.open[watched.key]
         is_left_out = is_same and self._is_left_out(watched, run, again, args)
         watched.has_moved |= bool(pairs) and not is_same
+        self._loops[watched.key].unmoved = self._unmoved(watched, before, places)
         states = watched.states_in(before, leaves)
         others = [made[at] for path, at in places.others if path not in states]
         loss = self._loss_in(leaves, others, nonfinite, watched.of is watched.function)
@@ -223,7 +265,14 @@ class FunctionLoops:
         watched.num_searches -= located is not None
         return located is None
 
-    def _places(self, watched: _Watched, args: Any, results: Any) -> _Places:
+    def _unmoved(self, watched: _Watched, given: list[Array], places: _Places) -> str:
+        """Why a step leaves its weights as they were for all times; empty if it does not."""
+        if places.returns_given:
+            return "returned"
+        weights = self._weights.setdefault(watched.key, GivenWeights())
+        return "given" * weights.are_again([given[at] for at in places.weights])
+
+    def _places(self, watched: _Watched, args: Any, kwargs: Any, results: Any) -> _Places:
         """Where the numbers of a step are, by the structure of its arguments and results.
 
         A result takes the place of an argument, as a state does, if it has its structure and holds
@@ -241,7 +290,64 @@ class FunctionLoops:
                 changed += [pair for pair in places if _is_array(leaves[pair[1] - at])]
         others = [each for each in floating if _place(each[0], results)[0] not in states]
         devices: Iterator[set[Any]] = (getattr(leaf, "devices", set)() for _, leaf in paths)
-        return _Places(floating, others, changed, all(len(each) < 2 for each in devices))
+        return _Places(
+            floating,
+            others,
+            changed,
+            all(len(each) < 2 for each in devices),
+            self._weights_in(watched, (args, kwargs)),
+            self._returns_given(watched, args, kwargs, results, changed),
+        )
+
+    def _weights_in(self, watched: _Watched, values: Any) -> list[int]:
+        """The places of the arrays in arguments or results of which a gradient is taken.
+
+        They are those with its structure and its shapes. An optimizer's moments have them, too, and
+        are deeper in its state.
+        """
+        tree, at = self._jax.tree_util, 0
+        is_leaf = watched.is_leaf or (lambda _: False)
+        found = list[tuple[int, list[int]]]()
+        if not watched.by:
+            return []
+        nodes, _ = tree.tree_flatten_with_path(
+            values, lambda each: is_leaf(each) or self._shapes(watched, each) in watched.by
+        )
+        for path, node in nodes:
+            leaves = tree.tree_leaves(node, watched.is_leaf)
+            if self._shapes(watched, node) in watched.by:
+                places = range(at, at + len(leaves))
+                found.append((len(path), [x for x in places if _is_array(leaves[x - at])]))
+            at += len(leaves)
+        top = min((depth for depth, _ in found), default=0)
+        return [each for depth, places in found if depth == top for each in places]
+
+    def _shapes(self, watched: _Watched, value: Any) -> tuple[Any, ...]:
+        """A structure, and the shape of each leaf; a cast of the weights has the same."""
+        leaves, structure = self._jax.tree_util.tree_flatten(value, watched.is_leaf)
+        return structure, *(getattr(each, "shape", None) for each in leaves)
+
+    def _returns_given(
+        self, watched: _Watched, args: Any, kwargs: Any, results: Any, changed: Any
+    ) -> bool:
+        """Whether a compiled step returns its own weights, though it makes new ones.
+
+        It is so by its program, whatever the numbers are: a step that selects the old ones, or adds
+        an update of 0, computes what it returns. It makes new ones if it applies updates, or if it
+        has a state that it computes.
+        """
+        trace, places = getattr(watched.function, "trace", None), self._weights_in(watched, results)
+        if trace is None or not places:
+            return False
+        try:
+            with unnoticed():  # JAX has kept what it traced for the call
+                program = trace(*args, **kwargs).jaxpr.jaxpr
+        except Exception:  # of the user's code, if it is traced again
+            return False
+        given = set(map(id, program.invars))
+        computed = {at for at, each in enumerate(program.outvars) if id(each) not in given}
+        has_state = any(new in computed for _, new in changed)
+        return computed.isdisjoint(places) and (watched.has_update or has_state)
 
     def _each(self, watched: _Watched, values: Any) -> Iterator[tuple[Any, int, list[Any]]]:
         """The structure of each value, the place of its first leaf among all, and its leaves."""
@@ -314,6 +420,8 @@ class _Places:
         others: those of them that take the place of no argument.
         changed: the places of arrays of arguments, and of the results that take theirs.
         are_on_one: whether each result is on one device, so that its squares add up there.
+        weights: the places of the arrays of arguments of which the gradient is taken.
+        returns_given: whether it is so by its program that a step returns its own weights.
         witness: which pair of those a step has changed, as the next one most likely does.
     """
 
@@ -321,11 +429,13 @@ class _Places:
     others: list[tuple[Any, int]]
     changed: list[tuple[int, int]]
     are_on_one: bool
+    weights: list[int]
+    returns_given: bool
     witness: int = 0
 
 
-def _watched(function: Function, of: Function, takes_gradient: bool) -> _Watched | None:
-    return _Watched(function, of, takes_gradient) if is_of_user(of) else None
+def _watched(function: Function, of: Function, argnums: Any) -> _Watched | None:
+    return _Watched(function, of, argnums) if is_of_user(of) else None
 
 
 class _Watched:
@@ -336,6 +446,9 @@ class _Watched:
         users: what the user gave to be compiled or differentiated.
         of: what is run to see a step again: that, or what takes its gradient.
         takes_gradient: whether a gradient was taken in a call of it.
+        argnums: of which arguments it takes one itself; empty if that is not known.
+        by: the structures and shapes of what a gradient was taken of, in a call of it.
+        has_update: whether optax applied updates in a call of it.
         key: of its run. A function that is differentiated in each step anew has one run.
         has_moved: whether a call has changed all weights that it got.
         leaves_out: whether a call has left them as they were for an Inf or NaN.
@@ -344,10 +457,14 @@ class _Watched:
         places: where numbers are in its arguments and results, by the structure of these.
     """
 
-    def __init__(self, function: Function, of: Function, grad: bool) -> None:
+    def __init__(self, function: Function, of: Function, argnums: Any) -> None:
+        grad = argnums is not None
         update_wrapper(self, function)
         self.function, self.users, self.of = function, of, function if grad else of
-        self.takes_gradient = grad
+        self.takes_gradient, self.has_update = grad, False
+        numbers = argnums if isinstance(argnums, (tuple, list)) else [argnums]
+        self.argnums = [each for each in numbers if isinstance(each, int)]  # NNX has others, too
+        self.by = set[tuple[Any, ...]]()
         self.has_moved = self.leaves_out = False
         self.num_searches = MOST_IN_VAIN
         self.is_leaf: Callable[[object], bool] | None = None

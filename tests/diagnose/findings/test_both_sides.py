@@ -644,6 +644,9 @@ def of_optimizers():
         past = tuple(Step(n, 8.0, n > 70, 1.0 if n < 61 else 99.0) for n in range(1, 81))
         return Evidence(80, 10, past=past, rates=((1, 1e-3), (60, rate)))
 
+    def unmoved(count, steps, why):
+        return counted(steps, **{"unmoved": count, f"unmoved {why}": count})
+
     def stopped(place, **more):
         events = Events().after({"stopped": 3, f"stopped {place}": 3})
         return with_losses([1.0] * 9, **{"events": events, **more})
@@ -726,6 +729,17 @@ def of_optimizers():
             [counted(9, shared=1), counted(9, {"has_scaler": False}, shared=2)],
         ),
         ("in 2 sampled steps ... count=2", [counted(9, shared=2)], []),
+        (
+            "steps, the weights that the step returns ... apply_gradients() ... count=",
+            [unmoved(5, 5, "returned"), unmoved(18, 21, "returned")],
+            [unmoved(4, 4, "returned"), unmoved(17, 21, "returned")],
+        ),
+        (
+            "In 5 of 6 steps, the weights whose gradient is taken are the same arrays ... params = "
+            "optax.apply_updates(params, updates) ... count=5",
+            [unmoved(5, 6, "given")],
+            [unmoved(4, 5, "given")],
+        ),
         (
             "found no gradient in 3 calls of step() after step 9 ... requires_grad=False. ... "
             "count=3",

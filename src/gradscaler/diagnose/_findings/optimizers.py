@@ -294,6 +294,37 @@ def stopped(evidence: Evidence) -> Finding | None:
     )
 
 
+_UNMOVED = {  # where the new weights get lost, and what to do
+    "returned": (
+        "the weights that the step returns are those that it was given, though it takes their "
+        "gradient and makes new ones",
+        "Return the weights that optax.apply_updates() returns, or the state that "
+        "apply_gradients() returns, in place of the old ones.",
+    ),
+    "given": (
+        "the weights whose gradient is taken are the same arrays as in the step before, though "
+        "optax.apply_updates() made new ones of them",
+        "Keep what it returns: params = optax.apply_updates(params, updates), and take the next "
+        "gradient of these.",
+    ),
+}
+
+
+@detector(Phase.MISUSE)
+def unmoved(evidence: Evidence) -> Finding | None:
+    """Steps that all leave the weights as they were, as the script loses the new ones."""
+    count = evidence.events.count(Event.UNMOVED)
+    if count < max(FEW_CALLS, ALMOST_ALL * (evidence.steps - 1)):  # the first has none before it
+        return None
+    why, action = _UNMOVED[evidence.events.place(Event.UNMOVED)]
+    return Finding(
+        "misuse",
+        f"In {count} of {evidence.steps} steps, {why}, so nothing is trained.",
+        action,
+        count=count,
+    )
+
+
 @detector(Phase.MISUSE)
 def shared(evidence: Evidence) -> Finding | None:
     """Two optimizers that step the same parameters with the same gradients."""

@@ -16,7 +16,7 @@ from gradscaler.diagnose._record.lines import BadStep, Optimizers
 from gradscaler.outcome import HISTORY_LENGTH
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Unscaled:
     """Stands for the scaler of a loop that has none.
 
@@ -25,11 +25,14 @@ class Unscaled:
         is_before: whether a step is recorded before it is applied, so that the parameters are still
             those of its gradients.
         policy: None.
+        unmoved: why the step that is recorded next leaves its weights as they were, as each one
+            does: they are ``"returned"`` as they were, or ``"given"`` again; empty if neither is.
     """
 
     framework: str
     is_before: bool = True
     policy: None = None
+    unmoved: str = ""
 
 
 class RecordedLoop(Recorder):
@@ -57,6 +60,8 @@ class RecordedLoop(Recorder):
                 self._note_idle(names)
                 return
             self._have_stepped.add(names)
+        if why := self.scaler.unmoved:
+            self.events += [Counted(Event.UNMOVED), Counted(Event.UNMOVED, why)]
         super().record(scaler, finite, gradients, *rest)
 
     def _note_idle(self, names: tuple[str, ...]) -> None:

@@ -53,6 +53,8 @@ class Event(Enum):
     SHARED = "shared", "observer", "optimizers"  # as LOSS: it stepped another's parameters
     # No gradient in steps that follow others: at the number of the last, and why, if that is known.
     STOPPED = "stopped", "step_log", "optimizers"
+    # A step left its weights as they were, which each one does: at "returned" or "given".
+    UNMOVED = "unmoved", "recorded_loop", "optimizers"
     # A module of the user's has a backward() that PyTorch never calls: at its class and line.
     UNCALLED = "uncalled", "observer", "calls"
     EVALUATING = "evaluating", "observer", "calls"  # a model that had been in training mode before

@@ -1,0 +1,250 @@
+"""Loops of JAX that lose their new weights under ``gradscaler run``, and healthy ones."""
+
+from dataclasses import dataclass
+
+import flax.training.train_state
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import gradscaler
+from gradscaler.diagnose import read_run
+
+STEPS = 12
+INPUTS = jnp.linspace(-1.0, 1.0, 32).reshape(8, 4)
+
+
+def loss_of(params, x):
+    return jnp.mean((x @ params["w"] + params["b"] - x.sum(1)) ** 2)
+
+
+@dataclass
+class Loop:
+    """The weights of a loop, its optimizer, and what takes gradients in it."""
+
+    by: optax.GradientTransformation
+    is_compiled: bool = True
+
+    def __post_init__(self):
+        self.params = {"b": jnp.zeros(()), "w": jnp.array([0.5, -1.0, 2.0, 0.0])}
+        self.state = self.by.init(self.params)
+        take = jax.value_and_grad(loss_of)
+        self.take = jax.jit(take) if self.is_compiled else take
+
+    def update(self):
+        _, gradients = self.take(self.params, INPUTS)
+        updates, self.state = self.by.update(gradients, self.state, self.params)
+        return updates
+
+
+def stepping(by, step):
+    """A loop whose step is one function, as it returns weights and state."""
+
+    @jax.jit
+    def compiled(params, state, x):
+        loss, gradients = jax.value_and_grad(loss_of)(params, x)
+        updates, made = by.update(gradients, state, params)
+        return *step(params, optax.apply_updates(params, updates), state, made), loss
+
+    loop = Loop(by)
+    for _ in range(STEPS):
+        loop.params, loop.state, _ = compiled(loop.params, loop.state, INPUTS)
+
+
+def returning_old(by):
+    stepping(by, lambda params, new, state, made: (params, made))
+
+
+def a_train_state_that_is_not_assigned():
+    @jax.jit
+    def step(state, x):
+        loss, gradients = jax.value_and_grad(loss_of)(state.params, x)
+        state.apply_gradients(grads=gradients)
+        return state, loss
+
+    state = flax.training.train_state.TrainState.create(
+        apply_fn=None, params=Loop(optax.sgd(0.1)).params, tx=optax.sgd(0.1)
+    )
+    for _ in range(STEPS):
+        state, _ = step(state, INPUTS)
+
+
+def donated_weights():
+    def step(params, state, x):
+        _, gradients = jax.value_and_grad(loss_of)(params, x)
+        _, state = loop.by.update(gradients, state, params)
+        return params, state
+
+    loop = Loop(optax.adam(0.1))
+    compiled = jax.jit(step, donate_argnums=(0, 1))
+    for _ in range(STEPS):
+        loop.params, loop.state = compiled(loop.params, loop.state, INPUTS)
+
+
+RETURNED = {
+    "adam": lambda: returning_old(optax.adam(0.1)),
+    "a state without arrays": lambda: returning_old(optax.sgd(0.1)),
+    "a train state": a_train_state_that_is_not_assigned,
+    "donated": donated_weights,
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_a_step_that_returns_its_own_weights_is_told(tmp_path, name):
+    with gradscaler.watch(tmp_path) as watch:
+        RETURNED[name]()
+    assert watch.verdict.kind == "misuse"
+    told = f"In {STEPS} of {STEPS} steps, the weights that the step returns are those that it was"
+    assert watch.verdict.text.startswith(told)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_weights_that_the_next_gradient_does_not_see_are_told(tmp_path, is_compiled, keeps):
+    kept = []
+    with gradscaler.watch(tmp_path) as watch:
+        loop = Loop(optax.sgd(0.1), is_compiled)
+        for _ in range(STEPS):
+            new = optax.apply_updates(loop.params, loop.update())
+            kept += [new] * keeps
+            del new
+    assert watch.verdict.kind == "misuse"
+    told = f"In {STEPS - 1} of {STEPS} steps, the weights whose gradient is taken are the same"
+    assert watch.verdict.text.startswith(told)
+    assert "params = optax.apply_updates(params, updates)" in watch.verdict.text
+
+
+def a_warm_up_at_a_rate_of_0():
+    rate = optax.constant_schedule(0.0)
+    stepping(optax.adam(rate), lambda params, new, state, made: (new, made))
+    loop = Loop(optax.adam(rate))
+    for _ in range(STEPS):
+        loop.params = optax.apply_updates(loop.params, loop.update())
+
+
+def frozen_weights_beside_trained_ones():
+    @jax.jit
+    def step(params, frozen, state, x):
+        _, gradients = jax.value_and_grad(loss_of)(params, x + 0 * frozen["w"])
+        updates, state = loop.by.update(gradients, state, params)
+        return optax.apply_updates(params, updates), frozen, state
+
+    loop = Loop(optax.adam(0.1))
+    frozen = loop.params
+    for _ in range(STEPS):
+        loop.params, frozen, loop.state = step(loop.params, frozen, loop.state, INPUTS)
+
+
+def saliency_maps():
+    """And examples against a model, which an optimizer of their own makes."""
+    loop = Loop(optax.sgd(0.1))
+    by_inputs = jax.jit(jax.grad(loss_of, argnums=1))
+    for _ in range(STEPS):
+        by_inputs(loop.params, INPUTS)
+        loop.take(loop.params, INPUTS)
+    noise, state = jnp.zeros(INPUTS.shape), loop.by.init(jnp.zeros(INPUTS.shape))
+    for _ in range(STEPS):
+        updates, state = loop.by.update(by_inputs(loop.params, INPUTS + noise), state)
+        noise = optax.apply_updates(noise, updates)
+
+
+def an_evaluation_that_returns_the_weights():
+    """And the norm of their gradients, as for a Fisher information."""
+
+    @jax.jit
+    def evaluate(params, x):
+        return params, jnp.linalg.norm(jax.grad(loss_of)(params, x)["w"])
+
+    loop = Loop(optax.sgd(0.1))
+    for _ in range(STEPS):
+        loop.params, _ = evaluate(loop.params, INPUTS)
+
+
+def old_weights_that_are_selected():
+    def step(params, new, state, made):
+        finite = jnp.isfinite(new["w"]).all() & (new["b"] > 1e9)
+        return jax.tree.map(lambda n, old: jnp.where(finite, n, old), new, params), made
+
+    stepping(optax.adam(0.1), step)
+
+
+def accumulated_gradients():
+    several = optax.MultiSteps(optax.adam(0.1), every_k_schedule=6)
+    stepping(several, lambda params, new, state, made: (new, made))
+    loop = Loop(several)
+    for _ in range(STEPS):
+        loop.params = optax.apply_updates(loop.params, loop.update())
+
+
+def gradients_that_are_added_up_by_hand():
+    @jax.jit
+    def add(params, total, x):
+        return params, jax.tree.map(jnp.add, total, jax.grad(loss_of)(params, x))
+
+    loop = Loop(optax.adam(0.1))
+    total = jax.tree.map(jnp.zeros_like, loop.params)
+    for step in range(1, STEPS + 1):
+        loop.params, total = add(loop.params, total, INPUTS)
+        loop.take(loop.params, INPUTS)
+        if step % 6 == 0:
+            updates, loop.state = loop.by.update(total, loop.state, loop.params)
+            loop.params = optax.apply_updates(loop.params, updates)
+
+
+def a_target_network():
+    @jax.jit
+    def step(params, target, state, x):
+        def loss(params):
+            return loss_of(params, x) + 0.1 * jnp.mean((x @ (params["w"] - target["w"])) ** 2)
+
+        updates, state = loop.by.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), target, state
+
+    loop = Loop(optax.adam(0.1))
+    target = loop.params
+    for at in range(STEPS):
+        loop.params, target, loop.state = step(loop.params, target, loop.state, INPUTS)
+        target = loop.params if at % 6 == 5 else target
+
+
+def tasks_that_begin_at_the_same_weights():
+    loop, inner = Loop(optax.sgd(0.1)), optax.sgd(0.01)
+    of_task = jax.jit(jax.grad(loss_of))
+    for _ in range(STEPS):
+        _, gradients = loop.take(loop.params, INPUTS)
+        updates, _ = inner.update(gradients, inner.init(loop.params))
+        of_task(optax.apply_updates(loop.params, updates), INPUTS)
+
+
+def steps_to_a_worse_place_and_back():
+    """As a sharpness-aware optimizer makes them."""
+    loop = Loop(optax.sgd(0.1))
+    for _ in range(STEPS):
+        worse = optax.apply_updates(loop.params, jax.tree.map(jnp.negative, loop.update()))
+        _, gradients = loop.take(worse, INPUTS)
+        updates, loop.state = loop.by.update(gradients, loop.state)
+        loop.params = optax.apply_updates(loop.params, updates)
+
+
+HEALTHY = [
+    a_warm_up_at_a_rate_of_0,
+    frozen_weights_beside_trained_ones,
+    saliency_maps,
+    an_evaluation_that_returns_the_weights,
+    old_weights_that_are_selected,
+    accumulated_gradients,
+    gradients_that_are_added_up_by_hand,
+    a_target_network,
+    tasks_that_begin_at_the_same_weights,
+    steps_to_a_worse_place_and_back,
+]
+
+
+@pytest.mark.parametrize("train", HEALTHY, ids=lambda each: each.__name__)
+def test_a_loop_that_gives_the_same_weights_on_purpose_raises_no_alarm(tmp_path, train):
+    with gradscaler.watch(tmp_path):
+        train()
+    runs = [read_run(file) for file in tmp_path.iterdir()]
+    assert {run.num_steps for run in runs} <= {STEPS, 2 * STEPS}
+    assert {run.verdict.kind for run in runs} == {"normal"}
