@@ -212,6 +212,7 @@ class FunctionLoops:
         loss = self._loss_in(leaves, others, nonfinite, watched.of is watched.function)
         if nonfinite and not bad and _has_scaler(given) and self._is_of_scale(watched, again, args):
             is_left_out, loss = True, None
+        self._loops[watched.key].is_unchanged = bool(nonfinite) and is_same
         run.record(
             loss,
             self._named(bad, watched, args, results) if bad and not is_left_out else {},

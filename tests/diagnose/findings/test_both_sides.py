@@ -568,6 +568,10 @@ def of_losses():
         return Evidence(39, skipped, past=past, first=past[0], weights=(1.0, 11.0))
 
     silent = with_losses([math.inf] * 8, bad_and_applied=8)
+
+    def kept(count):
+        return replace(silent, events=Events().after({"unchanged": count}))
+
     return [
         (
             "The weights' norm grew from 1 to 11",
@@ -575,6 +579,8 @@ def of_losses():
             [stays_above(3), stays_above(4, last=0.9)],
         ),
         ("steps=(6, 7, 8), count=8", [silent], []),
+        ("each step, and the steps are applied", [silent, kept(7)], [kept(8)]),
+        ("each step, and these steps left the weights as they were", [kept(8)], [kept(7)]),
         (
             "The loss grew from 1 (step",
             [fails(7), fails(7, 55.0)],

@@ -13,6 +13,7 @@ from gradscaler.diagnose._findings.detector import Phase, detector
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.optimizers import growth_of_rate
 from gradscaler.diagnose._findings.over_time import are_many, place_of, when
+from gradscaler.diagnose._record.events import Event
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.located import Given, Made, MadeOutside
 from gradscaler.diagnose._record.step import Step
@@ -48,6 +49,8 @@ def silent(evidence: Evidence) -> Finding | None:
     ]
     loss = steps[-1].loss if steps else math.nan
     so = "no step is skipped for it" if evidence.is_elsewhere else "the steps are applied"
+    if evidence.events.count(Event.UNCHANGED) >= count:
+        so = "these steps left the weights as they were"
     how_often = "each step" if count == evidence.steps else f"{count} of {evidence.steps} steps"
     if count < evidence.steps:
         how_often += when(steps, evidence)

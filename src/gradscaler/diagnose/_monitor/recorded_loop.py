@@ -27,12 +27,14 @@ class Unscaled:
         policy: None.
         unmoved: why the step that is recorded next leaves its weights as they were, as each one
             does: they are ``"returned"`` as they were, or ``"given"`` again; empty if neither is.
+        is_unchanged: whether the step that is recorded next left them so for its Inf or NaN.
     """
 
     framework: str
     is_before: bool = True
     policy: None = None
     unmoved: str = ""
+    is_unchanged: bool = False
 
 
 class RecordedLoop(Recorder):
@@ -62,6 +64,7 @@ class RecordedLoop(Recorder):
             self._have_stepped.add(names)
         if why := self.scaler.unmoved:
             self.events += [Counted(Event.UNMOVED), Counted(Event.UNMOVED, why)]
+        self.events += [Counted(Event.UNCHANGED)] * self.scaler.is_unchanged
         super().record(scaler, finite, gradients, *rest)
 
     def _note_idle(self, names: tuple[str, ...]) -> None:

@@ -55,6 +55,7 @@ class Event(Enum):
     STOPPED = "stopped", "step_log", "optimizers"
     # A step left its weights as they were, which each one does: at "returned" or "given".
     UNMOVED = "unmoved", "recorded_loop", "optimizers"
+    UNCHANGED = "unchanged", "recorded_loop", "losses"  # or for a loss of Inf or NaN, by itself
     # A module of the user's has a backward() that PyTorch never calls: at its class and line.
     UNCALLED = "uncalled", "observer", "calls"
     EVALUATING = "evaluating", "observer", "calls"  # a model that had been in training mode before
