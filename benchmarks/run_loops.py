@@ -140,9 +140,11 @@ def in_mindspore(*, is_graph: bool = False) -> Step:
     model = nn.SequentialCell(*layers)
     optimizer = nn.AdamWeightDecay(model.trainable_params(), 1e-4)
     x = mindspore.Tensor(INPUTS)
-    take = mindspore.value_and_grad(
-        lambda x: (model(x) ** 2).mean(), None, model.trainable_params()
-    )
+
+    def loss_of(x: Any) -> Any:  # a lambda is no function that MindSpore can compile
+        return (model(x) ** 2).mean()
+
+    take = mindspore.value_and_grad(loss_of, None, model.trainable_params())
 
     def step(x: Any) -> Any:
         loss, gradients = take(x)
