@@ -44,6 +44,31 @@ def test_an_error_wherever_we_are_called_changes_no_bit(tmp_path):
     assert wrong_after_errors(trained, tmp_path) == {}
 
 
+def error_in_a_step():
+    """The frames in the text of an error in a compiled step: a gradient has a wrong shape."""
+    model = keras.Sequential([keras.layers.Dense(1, name="layer")])
+    model.build((None, 4))
+    optimizer = keras.optimizers.SGD(0.01)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x) ** 2)
+        kernel, _ = tape.gradient(loss, model.trainable_variables)
+        wrong = [kernel, tf.zeros((7, 7))]
+        optimizer.apply_gradients(zip(wrong, model.trainable_variables, strict=True))
+
+    with pytest.raises(ValueError, match="in user code:") as caught:
+        step(tf.ones((3, 4)))
+    return [line for line in str(caught.value).splitlines() if line.startswith("    File")]
+
+
+def test_an_error_in_a_compiled_step_lists_the_same_frames(tmp_path):
+    plain = error_in_a_step()
+    with gradscaler.watch(tmp_path):
+        assert error_in_a_step() == plain != []
+
+
 @pytest.mark.parametrize("calls_python", [False, True])
 def test_a_step_that_is_run_again_prints_nothing_and_uses_up_no_random_number(
     calls_python, tmp_path, capfd
