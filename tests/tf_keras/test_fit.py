@@ -160,3 +160,21 @@ def test_gradients_that_are_not_unscaled_are_told(package, divide, monkeypatch, 
     is_told = watch.verdict.kind == "misuse"
     assert is_told == (divide is None)
     assert ("optimizer.get_unscaled_gradients(gradients)" in watch.verdict.text) == is_told
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_a_model_that_gets_its_weights_from_its_first_batch_is_watched(
+    is_eager, tmp_path, monkeypatch
+):
+    said = io.StringIO()
+    monkeypatch.setattr(voice, "_STDERR", said)
+    x = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
+    x[8 * BAD - 4] = 0
+    with gradscaler.watch(tmp_path):
+        layers = tf_keras.layers.Dense(4, use_bias=False), Root(), tf_keras.layers.Dense(1)
+        model = tf_keras.Sequential(layers)
+        model.compile(scaled(), "mse", run_eagerly=is_eager)
+        model.fit(x, x.sum(1, keepdims=True), 8, 2, shuffle=False, verbose=0)
+    words = " ".join(said.getvalue().split())
+    assert "cannot watch" not in words
+    assert f" at {LINE}, though the loss is finite" in words

@@ -534,6 +534,9 @@ def _check(scaler: object, model: object, is_eager: bool) -> None:
     if isinstance(model, (list, tuple, Mapping)):
         for each in model.values() if isinstance(model, Mapping) else model:
             _check(scaler, each, is_eager)
-    elif model is not None and not any(hasattr(model, name) for name in names):
+    elif model is not None and not any(
+        hasattr(type(model), name) or hasattr(model, name)
+        for name in names  # or tf_keras raises an error where a model has no weights yet
+    ):
         rest = "" if is_eager else "; for JAX, use record(parameters=...)"
         raise TypeError(f"model must have {' or '.join(names)}, got {type(model).__name__}{rest}")

@@ -232,6 +232,8 @@ def parameters_of(model: Any) -> dict[str, Array]:
         return {f"{name}.{own}": p for name, found in each for own, p in found.items()}
     if hasattr(model, "trainable_params"):  # MindSpore's
         return {parameter.name: parameter for parameter in model.trainable_params()}
+    if not getattr(model, "built", True):  # by its first batch, before which tf_keras raises
+        return {}
     return named_arrays(
         (getattr(variable, "path", None) or variable.name.partition(":")[0], variable)
         for variable in model.trainable_variables
