@@ -21,6 +21,7 @@ from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.stand_ins import in_place_of
 from gradscaler.diagnose._locate.locate import seam_of
 from gradscaler.diagnose._monitor.models import one_model
+from gradscaler.diagnose._monitor.parameters import eps_of
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
 
 Optimizer = Any
@@ -169,7 +170,9 @@ class BackwardLoops:
         model = self._model_of(self._known)
         named = [] if model is None else model.named_parameters()
         self._names = {id(parameter): name for name, parameter in named}
-        watched, of = (Unscaled(self._name), None) if scaler is None else (scaler, model)
+        each = [eps_of(optimizer) or 0.0 for optimizer in self._known]
+        eps = min(each, default=0.0) or None
+        watched, of = (Unscaled(self._name, eps=eps), None) if scaler is None else (scaler, model)
         search, self._in_first = self._in_first, None
         if model is not None and self._options.watch != 1:
             search = seam_of(model)

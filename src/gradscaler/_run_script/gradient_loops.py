@@ -26,6 +26,7 @@ from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.stand_ins import in_place_of
 from gradscaler.diagnose._locate.locate import is_locating
 from gradscaler.diagnose._locate.unnoticed import unnoticed
+from gradscaler.diagnose._monitor.parameters import eps_of
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
 from gradscaler.diagnose._monitor.replay import MOST_IN_VAIN, located_in
 from gradscaler.diagnose._monitor.traced_scalers import number_of
@@ -238,7 +239,9 @@ class GradientLoops:
         if is_locating.get() or self._runs.is_off:
             return
         trained = {id(each) for each in optimizer.parameters}
-        loops = (loop for key, loop in self._loops.items() if key & trained)
+        loops = [loop for key, loop in self._loops.items() if key & trained]
+        for given in (loop.given for loop in loops if loop.scaler is None):
+            given.eps = eps_of(optimizer) if given.eps is None else given.eps
         for loop, step in ((loop, loop.step) for loop in loops if loop.step is not None):
             if step.bad and not step.is_applied and not loop.is_fixed:
                 step.is_applied = bool(inspect(list(gradients)))

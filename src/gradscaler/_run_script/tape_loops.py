@@ -38,6 +38,7 @@ from gradscaler.diagnose._graph.call_site import is_of_user
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.stand_ins import FILE, in_place_of
+from gradscaler.diagnose._monitor.parameters import eps_of
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
 from gradscaler.diagnose._monitor.traced_scalers import number_of, state_of
 from gradscaler.diagnose._monitor.undivided import undivided
@@ -307,7 +308,8 @@ class TapeLoops:
         loop = Loop(optimizer, variables, model, is_scaled, is_compiled)
         if self._options.watch is not None:
             loop.watch = StepOperations(TensorFlowSeam(*loop.shown, is_step=True))
-        scaler = optimizer if is_scaled else Unscaled(self._name, is_before=not is_compiled)
+        unscaled = Unscaled(self._name, not is_compiled, eps_of(optimizer))
+        scaler = optimizer if is_scaled else unscaled
         # After a step that is compiled, the weights are no evidence of how it failed.
         known = model if is_scaled or not is_compiled else None
         self._runs.begin(id(optimizer), scaler, known, loop.watch)

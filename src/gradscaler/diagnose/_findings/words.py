@@ -356,6 +356,10 @@ _ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "pass a larger one (eps=1e-2)",
         ("pass a larger one (epsilon=1e-2)", *("take a larger one",) * 3, "take a larger one"),
     ),
+    (
+        "lower eps;",
+        ("lower epsilon;", "lower eps;", "lower epsilon;", "lower epsilon;", "lower its eps;"),
+    ),
     ("pass eps=1e-4", ("pass eps=1e-4", "pass epsilon=1e-4", *("add 1e-4 to its norm",) * 3)),
     (
         "torch.sqrt((x * x).sum(-1) + 1e-6)",

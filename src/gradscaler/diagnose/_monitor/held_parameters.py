@@ -24,10 +24,10 @@ from gradscaler.diagnose._graph.step_lines import lines_around
 from gradscaler.diagnose._monitor import new_optimizers
 from gradscaler.diagnose._monitor.parameters import (
     OptimizersParameters,
+    eps_of,
     groups_of,
     has_stepped,
     held_by,
-    numbers_of,
     rates_of,
 )
 from gradscaler.diagnose._monitor.used_gradients import Mark, is_unchanged, mark_of
@@ -177,7 +177,7 @@ class HeldParameters:
         # Two networks that freeze each other in turn keep their gradients meanwhile.
         left = ((n, p) for n, p in named.items() if id(p) in trained and p.grad is None)
         frozen = tuple(name for name, p in left if not p.requires_grad)
-        eps = max(numbers_of(optimizer, "eps"), default=None)
+        eps = eps_of(optimizer)
         seen = Optimizers(idle, self._outside(), rate, weights=weights, eps=eps)
         return replace(seen, blank=blank, frozen=frozen, lines=self._lines)
 

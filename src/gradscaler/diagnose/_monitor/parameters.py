@@ -12,12 +12,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradscaler.diagnose._findings.evidence import STATISTICS
-from gradscaler.diagnose._gradients.arrays import dtype_name, has_numbers, local, sample_of
+from gradscaler.diagnose._gradients.arrays import (
+    dtype_name,
+    has_numbers,
+    local,
+    sample_of,
+    to_numpy,
+)
 from gradscaler.diagnose._gradients.reading import Tensor, inspect, read
 from gradscaler.outcome import NonfiniteGradient
 
 _FEWEST_STEPS = 10  # in which most parameters should have moved
 _IN_16_BITS = "float16", "bfloat16"
+_EPS = "eps", "_epsilon", "epsilon"  # of an optimizer of MindSpore, Paddle and Keras
+# Optimizers whose steps have a size of their own, so that an eps makes none of them tiny.
+_NORMALIZED = {"lamb", "lars", "muon"}
 
 
 class OptimizersParameters:
@@ -207,6 +216,21 @@ def numbers_of(optimizer: object, setting: str) -> list[float]:
     """The numbers that a setting has in an optimizer's groups, as far as they are on the host."""
     groups = groups_of(optimizer)
     return [float(n) for each in groups if isinstance(n := each.get(setting), (int, float))]
+
+
+def eps_of(optimizer: object) -> float | None:
+    """The largest eps that an optimizer adds to what divides its gradients; None without one.
+
+    It may wait for the device.
+    """
+    names = "".join(kind.__name__.lower() for kind in type(optimizer).__mro__)
+    if any(each in names for each in _NORMALIZED):
+        return None
+    found = numbers_of(optimizer, "eps")
+    for own in (getattr(optimizer, each) for each in _EPS if hasattr(optimizer, each)):
+        with suppress(Exception):  # it may be anything, such as the pair of an Adafactor
+            found.append(float(to_numpy(own).item()))
+    return max(found, default=None)
 
 
 def has_stepped(optimizer: object) -> bool:

@@ -24,6 +24,8 @@ class Unscaled:
         framework: what the loop trains in, such as ``"paddle"``.
         is_before: whether a step is recorded before it is applied, so that the parameters are still
             those of its gradients.
+        eps: the eps of the optimizer, the smallest of several; None if one has none, or if it is
+            not known.
         policy: None.
         unmoved: why the step that is recorded next leaves its weights as they were, as each one
             does: they are ``"returned"`` as they were, or ``"given"`` again; empty if neither is.
@@ -32,6 +34,7 @@ class Unscaled:
 
     framework: str
     is_before: bool = True
+    eps: float | None = None
     policy: None = None
     unmoved: str = ""
     is_unchanged: bool = False
@@ -79,13 +82,14 @@ class RecordedLoop(Recorder):
 
     @property
     def _optimizers(self) -> Optimizers | None:
-        """The optimizers that have made no step."""
+        """The optimizers that have made no step, and the eps of the others."""
         idle = {
             names[0].rpartition(".")[0] or names[0]: count
             for names, count in self._num_idle.items()
             if names not in self._have_stepped
         }
-        return Optimizers(idle) if idle else None
+        eps = self.scaler.eps
+        return Optimizers(idle, eps=eps) if idle or eps is not None else None
 
     def _add(
         self, step: RecordedStep, named: dict[str, Array] | None, replay: Replay | None

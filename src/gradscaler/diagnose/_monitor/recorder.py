@@ -12,6 +12,7 @@ from gradscaler.diagnose._gradients.arrays import Array, dtype_name, named_array
 from gradscaler.diagnose._gradients.reading import inspect
 from gradscaler.diagnose._graph.guard import guard
 from gradscaler.diagnose._monitor.gradient_sample import fields_of, is_sampled, measure
+from gradscaler.diagnose._monitor.parameters import eps_of
 from gradscaler.diagnose._monitor.replay import Replay, Replays
 from gradscaler.diagnose._monitor.step_log import Observations, StepLog
 from gradscaler.diagnose._monitor.step_source import StepSource
@@ -170,8 +171,10 @@ class Recorder(StepSource):
 
     @property
     def _optimizers(self) -> Optimizers | None:
-        """What a sampled step shows of the optimizers; None if nothing is known."""
-        return None
+        """What a sampled step shows of the optimizer that a scaler of Keras holds; else None."""
+        inner = getattr(self.scaler, "inner_optimizer", None)
+        eps = None if inner is None else eps_of(inner)
+        return None if eps is None else Optimizers(eps=eps)
 
     def _named(self, gradients: object) -> dict[str, Array]:
         """The gradients by name."""
