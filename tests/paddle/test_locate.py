@@ -64,6 +64,56 @@ def test_a_gradient_that_a_function_of_lists_makes_is_named(is_leaf):
     assert (found.line, found.largest_input) == (line_of("a product"), pytest.approx(1e25))
 
 
+OTHERS = {
+    "alone": lambda x: 0.0,
+    "sum": lambda x: x.sum(),
+    "concat": lambda x: paddle.concat([x, x]).sum(),
+    "stack": lambda x: paddle.stack([x, x]).sum(),
+    "add_n": lambda x: paddle.add_n([x, x]).sum(),
+    "matmul": lambda x: x.matmul(paddle.full([4, 4], 100.0)).sum(),
+}
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+@pytest.mark.parametrize("name", OTHERS)
+def test_an_inf_that_a_function_of_lists_adds_to_other_gradients_is_named(name, is_leaf):
+    leaf = paddle.zeros([2, 4])
+    leaf.stop_gradient = False
+
+    def function(x):
+        used = leaf if is_leaf else x - x.detach()
+        made = paddle.einsum("bi,io->bo", used, paddle.full([4, 4], 1e20))  # made of several
+        return (made * 1e20).sum() + OTHERS[name](used)
+
+    found = found_in(function)
+    assert (found.kind, found.operation) == ("backward", "einsum")
+    assert (found.line, found.num_inf) == (line_of("made of several"), 8)
+
+
+def test_an_inf_behind_a_list_of_a_list_is_named():
+    def function(x):
+        used = x - x.detach()
+        rows = paddle.concat([used, used])
+        made = paddle.einsum("bi,io->bo", rows, paddle.full([4, 4], 1e20))  # made behind a list
+        return (made * 1e20).sum() + used.sum()
+
+    found = found_in(function)
+    assert (found.operation, found.line) == ("einsum", line_of("made behind a list"))
+
+
+@pytest.mark.parametrize("function", [paddle.concat, paddle.add_n, paddle.stack])
+def test_a_sum_of_large_gradients_is_made_by_no_operation(function):
+    """Each is finite, and none of the operations that they come from is at fault."""
+    assert found_in(lambda x: (function([x - x.detach()] * 2) * 3e38).sum()) is None
+
+    def twice(x):
+        used = x - x.detach()
+        made = paddle.einsum("bi,io->bo", used, paddle.eye(4))
+        return ((made + function([used] * 2).reshape([-1, 2, 4])[0]) * 3e38).sum()
+
+    assert found_in(twice) is None
+
+
 def test_a_gradient_that_a_function_of_lists_leaves_out_is_none():
     leaf = paddle.ones([4])
     leaf.stop_gradient = False

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from gradscaler.diagnose._gradients.arrays import dtype_name
 from gradscaler.diagnose._gradients.reading import Reading, Tensor, floating, largest_of, read
 from gradscaler.diagnose._graph.call_site import Frame, called, is_own
 from gradscaler.diagnose._graph.guard import guarded
@@ -24,6 +25,7 @@ from gradscaler.diagnose._graph.masks import FILLS, Value
 from gradscaler.diagnose._graph.site import Site, located_at
 from gradscaler.diagnose._operations.operation import Role
 from gradscaler.diagnose._operations.rows import names_with
+from gradscaler.diagnose._record.formats import FORMATS
 from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._seams.calls import Calls
 from gradscaler.diagnose._seams.judge import Judge, JudgedSeam, Owned
@@ -31,6 +33,9 @@ from gradscaler.diagnose._seams.judge import Judge, JudgedSeam, Owned
 Node = Any
 
 _DIVIDES = names_with(Role.DIVIDES)
+# Their gradients are copies, or sums of copies, of what they are given.
+_COPIES = {"sum"}.union(*map(names_with, (Role.MOVES, Role.ADDS, Role.STACKS)))
+_SMALL = 0.5  # times the largest number: what is added to it was at least as large
 _IN_PLACE = "__i", "__setitem", "_setitem"
 
 
@@ -97,7 +102,9 @@ class EagerSeam(JudgedSeam, ABC):
         self._hooked: set[int] = set()  # the addresses of those that have a hook
         # By the address of the node that gets a gradient.
         self._given = defaultdict[int, list[Reading]](list)
-        self._unseen: dict[int, _Seen] = {}  # a node without a hook that gives one of them
+        # The nodes without a hook that give one of them, and may have made an Inf or NaN in it.
+        self._unseen = defaultdict[int, list[_Seen]](list)
+        self._others = defaultdict[int, float](float)  # the sum of those that others give, at most
         self._leaves: dict[int, Tensor] = {}  # that such a node may give a gradient
         self._reached: dict[int, Located] = {}
         self._latest: Located | None = None  # that the user's own code made in the backward pass
@@ -309,6 +316,8 @@ class EagerSeam(JudgedSeam, ABC):
             return
         address = self.address(seen.node)
         found = self._reached.get(address) or latest
+        if not given and seen.site.operation in _COPIES:
+            given = [made[number] for number in bad]  # it was overwritten
         values = [*self._given[address], *map(read, given)]
         if found is None and not any(value.bad for value in self._given[address]):
             found = next(filter(None, (self._made_unseen(address, each) for each in given)), None)
@@ -336,12 +345,17 @@ class EagerSeam(JudgedSeam, ABC):
 
     def _made_unseen(self, address: int, given: Tensor | None) -> Located | None:
         """The Inf or NaN that a node or a leaf is given, if a node without a hook has made it."""
-        unseen, readings = self._unseen.get(address), self._given[address]
-        if unseen is None or not read(given).bad or any(each.bad for each in readings):
+        every, readings = self._unseen[address], self._given[address]
+        if not every or not read(given).bad or any(each.bad for each in readings):
             return None
+        unseen = every[-1]
         made = unseen.origin or _made(unseen.site, self._given[self.address(unseen.node)], given)
-        is_sum = len(readings) > 1 and not made.num_nan  # of finite gradients, which overflowed
-        return None if is_sum else made
+        if len(readings) == 1 or made.num_nan:
+            return made
+        # Else a sum of finite gradients has overflowed, unless the others are far too small.
+        is_only = all(each is unseen for each in every)
+        is_small = self._others[address] < _SMALL * _largest_in(given)
+        return made if is_only and is_small else None
 
     def _note_given(self, node: Node | None, reading: Reading) -> None:
         """Note what a node is given; one that has no hook is taken to pass it on."""
@@ -351,11 +365,15 @@ class EagerSeam(JudgedSeam, ABC):
             if node is None:
                 continue
             address = self.address(node)
-            if unseen is not None:
-                self._unseen[address] = unseen
+            if unseen is None:
+                self._others[address] += reading.largest
+            else:
+                self._unseen[address].append(unseen)
             self._given[address].append(reading)
             if not self.is_leaf(node) and address in self._nodes and address not in self._hooked:
-                waiting += [(each, self._nodes[address]) for each in self.before(node)]
+                own = self._nodes[address]
+                maker = unseen if own.site.operation in _COPIES else own
+                waiting += [(each, maker) for each in self.before(node)]
 
     def _pass_on(self, nodes: list[Node], gradient: Tensor, found: Located) -> None:
         """Note the origin of a gradient in the nodes that get it."""
@@ -370,6 +388,12 @@ class EagerSeam(JudgedSeam, ABC):
                 self._judge.end_in([gradient])
             elif self._reached.setdefault(address, found) is found and address not in self._hooked:
                 waiting += [(each, True) for each in self.before(node)]
+
+
+def _largest_in(tensor: Tensor | None) -> float:
+    """The largest number of a tensor's dtype; 0 if it is not known."""
+    known = FORMATS.get("" if tensor is None else dtype_name(tensor))
+    return 0.0 if known is None else known.largest
 
 
 def _made(site: Site, given: Iterable[Reading], gradient: Tensor) -> Located:
