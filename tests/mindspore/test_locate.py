@@ -281,6 +281,19 @@ def test_a_divisor_of_whole_numbers_and_one_that_is_no_tensor_are_read(net, x):
     assert locate(net, lambda: (net(x) / 0.0).mean()).smallest_divisor == 0
 
 
+@pytest.mark.parametrize("read", [np.float32, lambda x: x.item()])
+def test_a_number_that_was_read_from_a_tensor_is_followed(net, x, read):
+    found = located(net, lambda y: y.mean() * read((y * 0).log().mean().asnumpy()), x)
+    assert (found.kind, found.operation) == ("forward", "log")
+
+
+@pytest.mark.parametrize("operation", ["mul", "div"])
+def test_a_number_from_outside_of_mindspore_is_an_input(net, x, operation):
+    number = np.float32(np.nan)
+    found = located(net, lambda y: y.mean() * number if operation == "mul" else y / number, x)
+    assert (found.kind, found.operation, found.is_number) == ("input", operation, True)
+
+
 def test_states_of_random_functions_are_left_as_they_were(net):
     def draw():
         return ops.dropout(Tensor(np.ones(32, np.float32))) + ops.standard_normal((32,))

@@ -69,6 +69,16 @@ def test_a_batch_that_is_given_is_no_operation_s_fault():
         assert found.line == "train.py:7" or outcome == "now and then"
 
 
+def test_a_number_from_outside_of_the_framework_is_no_batch():
+    number = replace(BATCH, operation="mul", size=1, is_number=True)
+    for outcome in OUTCOMES:
+        found = judge(evidence(outcome, number, math.nan)).findings[0]
+        if outcome != "now and then":
+            assert found.kind == "loss"
+            assert "A number from outside of the framework, as of NumPy, is Inf" in found.cause
+            assert found.line == "train.py:7"
+
+
 def test_weights_are_not_called_lost_if_the_gradients_of_a_bad_loss_are_finite():
     """As behind a ReLU, whose gradient leaves a NaN out."""
     bad, framework = BadStep(9, math.nan, located=LOG), framework_named("jax", {})

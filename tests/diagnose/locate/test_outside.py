@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -172,3 +173,40 @@ def test_a_teacher_beside_a_model_in_evaluation_mode_is_not_the_batch():
     # A monitor reads nothing in passes that may be an evaluation.
     found = found_in(by_monitor, teacher_without_gradients, is_training=False)
     assert (found.kind, found.operation) == ("input", "sub")
+
+
+def logs_as_a_number(h, read):
+    return h.mean() * read((h * 0).log().mean())
+
+
+READ = {
+    "item": torch.Tensor.item,
+    "NumPy": lambda x: x.detach().numpy()[()],
+    "float64": lambda x: np.float64(x.detach().numpy()),
+}
+
+
+@pytest.mark.parametrize("read", READ)
+def test_a_number_that_was_read_from_a_tensor_is_followed(read):
+    net = nn.Linear(4, 4)
+    found = locate(net, lambda: logs_as_a_number(net(torch.ones(2, 4)), READ[read]))
+    assert (found.kind, found.operation) == ("forward", "log")
+
+
+@pytest.mark.parametrize("number", [NAN, math.inf, -math.inf, np.float32(NAN)])
+def test_a_number_from_outside_of_pytorch_is_said(number):
+    net = nn.Linear(4, 4)
+
+    def closure():
+        (net(torch.ones(2, 4)).mean() + number).backward()
+
+    found = locate(net, closure)
+    assert (found.kind, found.operation, found.is_number) == ("forward", "add", True)
+    assert str(found).endswith("; a number from outside of the framework holds it already")
+
+
+def test_an_inf_that_is_an_option_is_no_input():
+    net = nn.Linear(4, 4)
+    assert locate(net, lambda: net(torch.ones(2, 4)).norm(math.inf)) is None
+    found = locate(net, lambda: (net(torch.ones(2, 4)) * 0).log().clamp(max=math.inf).sum())
+    assert (found.kind, found.operation) == ("forward", "log")

@@ -239,6 +239,33 @@ def test_an_inf_that_the_closure_reads_as_a_number_is_followed(model):
     assert found_in(model, lambda h: h.mean() * INF).operation == "mul"
 
 
+@pytest.mark.parametrize("number", [np.float32, np.float64, lambda x: x.item(), lambda x: x[()]])
+def test_an_inf_that_the_closure_reads_as_a_number_of_numpy_is_followed(model, number):
+    def loss(h):
+        logs = (h * 0).log().mean()  # read by NumPy
+        return h.mean() * number(logs.detach().numpy())
+
+    found = found_in(model, loss)
+    assert (found.kind, found.operation, found.line) == ("forward", "log", line_of("read by NumPy"))
+
+
+@pytest.mark.parametrize("number", [NAN, INF, -INF, np.float32(INF)])
+def test_a_number_from_outside_of_the_framework_is_an_input(model, number):
+    found = found_in(model, lambda h: h.mean() + number)  # from outside
+    assert (found.kind, found.operation, found.line) == ("input", "add", line_of("from outside"))
+    assert found.is_number
+    assert str(found).endswith("; a number from outside of the framework holds it already")
+
+
+def test_an_inf_that_is_an_option_is_no_input(model):
+    def clipped(h):
+        return (h.clip if IS_PADDLE else h.clamp)(-INF, INF).sum()
+
+    assert found_in(model, clipped) is None
+    found = found_in(model, lambda h: clipped((h * 0).log()))
+    assert (found.kind, found.operation) == ("forward", "log")
+
+
 def test_a_bad_batch_is_an_input_with_its_rows(model):
     values = batch().numpy().copy()
     values[3, 1] = NAN

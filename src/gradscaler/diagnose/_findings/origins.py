@@ -226,6 +226,9 @@ def _given(case: Case, located: Given, though: str) -> Finding:
             "if it is a parameter, go back to an earlier checkpoint; if it is the batch, look at "
             "the data and how they are prepared"
         )
+    elif located.is_number:
+        what = "A number from outside of the framework, as of NumPy, is"
+        action = "look at what computes it, such as 0 / 0 or the logarithm of 0"
     elif not evidence.has_scaler:
         kind, action = "data", f"{_LOOK_AT}; if it is {_KEPT}, reset it"
     elif evidence.steps > evidence.skipped:  # good batches came before

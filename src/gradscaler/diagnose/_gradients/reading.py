@@ -141,6 +141,17 @@ def largest(array: Array, masks: bool = False) -> float:
     return found
 
 
+def nonfinite_numbers(values: Iterable[object]) -> list[NDArray[Any]]:
+    """Copies of the numbers of Python or NumPy, and arrays of NumPy, that hold an Inf or NaN.
+
+    >>> nonfinite_numbers([1.0, math.inf, 3, np.float32(math.nan)])
+    [array(inf), array(nan, dtype=float32)]
+    """
+    kinds = float, np.floating, np.ndarray
+    arrays = (np.array(each) for each in values if isinstance(each, kinds))
+    return [each for each in arrays if each.dtype.kind == "f" and not np.isfinite(each).all()]
+
+
 def largest_of(values: Iterable[float]) -> float:
     """The largest of some values, but at least 0; NaN if one is NaN."""
     return float(np.max(list(values), initial=0.0))

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
-from gradscaler.diagnose._gradients.reading import Reading, Tensor, largest_of, memory_of, read
+import numpy as np
+from numpy.typing import NDArray
+
+from gradscaler.diagnose._gradients.arrays import to_numpy
+from gradscaler.diagnose._gradients.reading import (
+    Reading,
+    Tensor,
+    largest_of,
+    memory_of,
+    read,
+)
 from gradscaler.diagnose._graph.call_site import Node, is_own, stack_from
 from gradscaler.diagnose._graph.calls import Call
-from gradscaler.diagnose._graph.masks import ADDS_UP, FILLS, TAKES_MASKS, Value, result
+from gradscaler.diagnose._graph.masks import ADDS_UP, ARITHMETIC, FILLS, TAKES_MASKS, Value, result
 from gradscaler.diagnose._graph.places import Places
 from gradscaler.diagnose._graph.site import located_at
 from gradscaler.diagnose._record.located import Located
@@ -93,6 +104,9 @@ class CallOrigins:
         if not self._of_all and any(each.grad_fn is not None and at.bad for each, at in inputs):
             return None  # its graph shows it
         values = [self._value(call, *each) for each in inputs]
+        numbers = call.numbers if self._of_all and call.operation in ARITHMETIC else []
+        origins = list(map(self._of_number, numbers))
+        values += [Value(read(n), of) for n, of in zip(numbers, origins, strict=True) if of]
         is_given = _GIVES.search(call.name) and not call.inputs
         is_meant = call.operation in FILLS and not any(value.origin for value in values)
         if is_given or (is_meant and reading.state == "mask"):
@@ -101,10 +115,18 @@ class CallOrigins:
         def made() -> Located:
             site = self._places.site_at(call.frame, call.operation)
             largest = largest_of(each.largest for each in call.readings)
-            return located_at(site, "forward", tensor, largest, smallest_divisor=call.divisor)
+            of = {"smallest_divisor": call.divisor, "is_number": bool(numbers)}
+            return located_at(site, "forward", tensor, largest, **of)
 
         makes_masks = call.operation not in ADDS_UP
         return result(reading, not tensor.ndim, values, makes_masks, made).origin
+
+    def _of_number(self, number: NDArray[Any]) -> Located | None:
+        """Where the Inf or NaN in a number began, if it was read from a tensor of one element."""
+        for tensor, origin in reversed(list(self._origins.values())) if number.size == 1 else ():
+            if tensor.numel() == 1 and np.array_equal(to_numpy(tensor), number, equal_nan=True):
+                return origin
+        return None
 
     def _value(self, call: Call, tensor: Tensor, reading: Reading) -> Value[Located]:
         """The value of an input: its reading, and the origin of its Inf, NaN or -inf."""

@@ -14,7 +14,15 @@ from functools import cached_property
 from types import FrameType
 from typing import Any
 
-from gradscaler.diagnose._gradients.reading import Reading, Tensor, floating, read
+from numpy.typing import NDArray
+
+from gradscaler.diagnose._gradients.reading import (
+    Reading,
+    Tensor,
+    floating,
+    nonfinite_numbers,
+    read,
+)
 from gradscaler.diagnose._graph.call_site import called, operation_of
 from gradscaler.diagnose._graph.nodes import kept
 from gradscaler.diagnose._graph.stand_ins import calling_for
@@ -63,6 +71,11 @@ class Call:
         args = self._args[bool(_OVERWRITES.match(self.name)) :]
         given = [value for key, value in self._kwargs.items() if key != "out"]
         return list(floating(Tensor, (args, given)))
+
+    @property
+    def numbers(self) -> list[NDArray[Any]]:
+        """The numbers that it reads and that hold an Inf or NaN, as arrays of NumPy."""
+        return nonfinite_numbers(self._args)
 
     @property
     def operation(self) -> str:

@@ -15,6 +15,8 @@ _Origin = TypeVar("_Origin")
 TAKES_MASKS = names_with(Role.TAKES_MASKS)
 FILLS = names_with(Role.FILLS)
 ADDS_UP = names_with(Role.ADDS_UP)
+# Elsewhere a number may be an option, such as the order of a norm, or fill a mask.
+ARITHMETIC = names_with(Role.ADDS) | {"mul", "div"}
 
 
 @dataclass(frozen=True)

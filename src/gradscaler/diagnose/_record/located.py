@@ -56,6 +56,8 @@ class Located:
             train.py:12"``; None if there was none, or it is not known.
         function: in JAX, the name of the function that was run, such as ``"loss_fn"``; else None.
         is_auxiliary: whether it reaches, in JAX, only what a loss function returns beside the loss.
+        is_number: whether it is in a number of Python, or a number or an array of NumPy, that the
+            operation was given. Its kind is ``"forward"`` in PyTorch, and else ``"input"``.
     """
 
     module: str | None
@@ -78,6 +80,7 @@ class Located:
     enlarged_by: str | None = None
     function: str | None = None
     is_auxiliary: bool = False
+    is_number: bool = False
 
     def __post_init__(self) -> None:
         """Become of the class of its kind and module; so does a copy with another kind."""
@@ -141,6 +144,8 @@ class Located:
             yield f"in {self.rows}"
         if self.parameter and not isinstance(self, BadGradient):
             yield f"its {self.parameter} is not finite"
+        if self.is_number:
+            yield "a number from outside of the framework holds it already"
         if self.is_auxiliary:
             yield "only in what the loss function returns beside the loss"
 

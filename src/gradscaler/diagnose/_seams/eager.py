@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import weakref
 from abc import ABC, abstractmethod
@@ -21,7 +20,7 @@ from gradscaler.diagnose._gradients.reading import Reading, Tensor, floating, la
 from gradscaler.diagnose._graph.call_site import Frame, called, is_own
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.hooks import Handle, remove_all
-from gradscaler.diagnose._graph.masks import FILLS, Value
+from gradscaler.diagnose._graph.masks import Value
 from gradscaler.diagnose._graph.site import Site, located_at
 from gradscaler.diagnose._operations.operation import Role
 from gradscaler.diagnose._operations.rows import names_with
@@ -192,7 +191,7 @@ class EagerSeam(JudgedSeam, ABC):
         if not any(has_tensors):
             return None  # it makes a constant
         site = self._judge.site_at(frame, called(name.strip("_")))
-        inputs = list(self._inputs(operands, site.operation or ""))
+        inputs = list(self._inputs(operands, site))
         nodes = [each.grad_fn for each in inputs if isinstance(each, self.tensor)]
         begun = Begun(
             site,
@@ -248,19 +247,16 @@ class EagerSeam(JudgedSeam, ABC):
             return [Value(read(each)) for each in begun.inputs]
         return self._judge.before(begun.inputs, begun.site)
 
-    def _inputs(self, operands: Iterable[Any], operation: str) -> Iterator[Tensor]:
+    def _inputs(self, operands: Iterable[Any], site: Site) -> Iterator[Tensor]:
         """The floating-point tensors in operands, and some of the numbers.
 
-        Those are the finite ones of a quotient, and an Inf or NaN that was read from a tensor.
+        Those are the finite ones of a quotient, and in the forward pass an Inf or NaN whose origin
+        is known. In the backward pass, the user's own code makes its gradients of them.
         """
         for each in operands:
-            if type(each) is float and not math.isfinite(each):
-                number = np.float64(each)
-                origin = self._judge.origin_of_number(each)
-                if origin is not None and operation not in FILLS:  # else it may be a mask
-                    self._judge.note(number, origin)
-                    yield number
-            elif type(each) in (int, float) and operation in _DIVIDES:
+            bad = [] if self._depth > 0 else self._judge.numbers_in([each], site)
+            yield from bad
+            if not bad and type(each) in (int, float) and site.operation in _DIVIDES:
                 yield np.float64(each)
             yield from self._numbers_in(each)
 

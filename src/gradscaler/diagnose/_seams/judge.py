@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradscaler.diagnose._gradients.arrays import to_numpy
 from gradscaler.diagnose._gradients.reading import (
@@ -16,11 +17,12 @@ from gradscaler.diagnose._gradients.reading import (
     Tensor,
     largest_finite,
     largest_of,
+    nonfinite_numbers,
     read,
     rows_of,
 )
 from gradscaler.diagnose._graph.call_site import is_of_users_file, users_line
-from gradscaler.diagnose._graph.masks import ADDS_UP, FILLS, TAKES_MASKS, Value, result
+from gradscaler.diagnose._graph.masks import ADDS_UP, ARITHMETIC, FILLS, TAKES_MASKS, Value, result
 from gradscaler.diagnose._graph.site import Site, located_at
 from gradscaler.diagnose._operations.operation import Role
 from gradscaler.diagnose._operations.rows import canonical, names_with, row_of
@@ -157,6 +159,21 @@ class Judge:
             if math.prod(kept.shape) == 1 and _values(kept) == _values(np.float64(number)):
                 return origin
         return None
+
+    def numbers_in(self, operands: Iterable[object], site: Site) -> list[NDArray[Any]]:
+        """The numbers among an operation's operands that hold an Inf or NaN, as arrays of NumPy.
+
+        The origin of each is noted: where it was read from a tensor of one element, or, if the
+        operation is arithmetic, that it comes from outside of the framework. Others are left out.
+        """
+        found = nonfinite_numbers(operands)
+        for each in found:
+            origin = self.origin_of_number(each.item()) if each.size == 1 else None
+            if origin is None and site.operation in ARITHMETIC:
+                origin = located_at(site, "input", each, largest_finite([each]), is_number=True)
+            if site.operation not in FILLS:  # else it may be a mask
+                self.note(each, origin)
+        return [each for each in found if self.origin_of(each) is not None]
 
     def note(self, tensor: Tensor, origin: Located | None) -> None:
         """Note where the Inf or NaN in a tensor began, such as one that is a part of another."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradscaler.diagnose._gradients.reading import Tensor, read
+from gradscaler.diagnose._gradients.reading import Tensor, nonfinite_numbers, read
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.hooks import weakly
 from gradscaler.diagnose._graph.masks import Value
@@ -146,7 +146,9 @@ class Seam(JudgedSeam):
                 self._judge.note(tensor, self._judge.origin_of_copy(tensor))
         if site.operation in DIVIDES:  # the divisor may be a number, or whole numbers
             given = self._tensors(args, of_all=True)
-            inputs = given + [np.asarray(each) for each in args if isinstance(each, (int, float))]
+            numbers = (each for each in args if isinstance(each, (int, float)))
+            inputs = given + [np.asarray(each) for each in numbers if not nonfinite_numbers([each])]
+        inputs = [*inputs, *self._judge.numbers_in(args, site)]
         return _Call(name, site, inputs, self._judge.before(inputs, site))
 
     @guarded
