@@ -916,3 +916,39 @@ def test_a_head_of_an_earlier_stage_keeps_a_gradient_and_is_not_told(is_used):
     with Monitor(model=training.model, every=10, tell=[].append) as monitor:
         training.train(loss_of, 60)
     assert ("In no optimizer that is stepped" in str(monitor.verdict)) == is_used
+
+
+@pytest.mark.parametrize("is_left_out", [False, True])
+def test_gradients_that_become_nan_by_what_made_the_loss_nan_are_of_that_step(is_left_out):
+    model, told = nn.Linear(4, 5), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Monitor(model=model, tell=told.append) as monitor:
+        for step in range(1, 7):
+            targets = torch.full((8,), -100 if step == 3 else 1)  # those of step 3 are left out
+            number = (targets != -100).sum()
+            losses = cross_entropy(model(torch.randn(8, 4)), targets, reduction="sum")
+            (losses / number * number).backward()  # the mean
+            for parameter in model.parameters():
+                parameter.grad /= number
+            if not (is_left_out and step == 3):
+                optimizer.step()
+            optimizer.zero_grad()
+    assert f"div at {line_with('the mean')}" in monitor.verdict.text
+    assert ("so step 3 was applied" in monitor.verdict.text) is not is_left_out
+    assert ("left out 1 of 6 steps" in monitor.verdict.text) is is_left_out
+    assert monitor.bad_step == (None if is_left_out else 3)
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_a_part_of_a_step_whose_loss_is_nan_and_whose_gradients_are_0_is_not_left_out(set_to_none):
+    model = nn.Linear(4, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Monitor(model=model, tell=lambda _: None) as monitor:
+        for part in range(12):
+            targets = torch.full((8,), -100 if part == 6 else 1)
+            cross_entropy(model(torch.randn(8, 4)), targets).backward()
+            if part % 2:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none)
+    assert "None of 6 steps had a gradient of NaN or Inf" in monitor.verdict.text
+    assert "the loss itself was NaN or Inf in step 4" in monitor.verdict.text

@@ -75,6 +75,7 @@ class LoopObserver(EagerObserver):
         self._reported: Failure | None = None  # in the present streak of bad steps
         self._left_out: Failure | None = None  # in the present streak of steps left out
         self._bad_loss: Failure | None = None  # of a backward pass with finite gradients
+        self._are_zeros = False  # whether all of these were 0, as where a mask leaves nothing
         self._reached: set[int] = set()  # ids of what losses before a step depend on
         self._root: Node = None  # of the latest loss
         self._num_roots = 0  # losses of the backward pass
@@ -143,6 +144,8 @@ class LoopObserver(EagerObserver):
             known = self._reported or self._left_out
             self._failure = known or self._failed_in(suspects, loss)
         self._bad_loss = self._failed_loss(loss) if check.is_on_host else None
+        if self._bad_loss is not None:
+            self._are_zeros = not any(_has_any(p.grad) for p in self._trained.values())
         self._graphs.release()
         self._root, self._num_roots = None, 0
 
@@ -200,6 +203,10 @@ class LoopObserver(EagerObserver):
         iteration = self._iterations.latest
         if is_new or not self._is_checked:
             self._check(iteration)
+        elif self._bad_loss is not None and self._failure is None:
+            # What made the loss NaN may be what the script divides the gradients by.
+            found = nonfinite(self._trained)
+            self._failure = self._bad_loss._replace(nonfinite=found) if found else None
         used = self.scaler.total_norm(optimizer) if iteration.measured else None
         if used == 0:  # they were zeroed after the backward pass, or it made zeros
             made = iteration.measured.pop(id(optimizer), None)
@@ -240,7 +247,9 @@ class LoopObserver(EagerObserver):
     def _are_zeroed(self, failure: Failure) -> bool:
         """Whether the gradients of a failure are gone."""
         names = {each.name for each in failure.nonfinite} or self._trained.keys()
-        held = (p.grad for name, p in self._trained.items() if name in names)  # one may be gone
+        held = [p.grad for name, p in self._trained.items() if name in names]  # one may be gone
+        if self._are_zeros and not failure.nonfinite:  # by the backward pass itself
+            return all(gradient is None for gradient in held)
         return not any(map(_has_any, held))
 
     def _num_changes(self) -> int:
