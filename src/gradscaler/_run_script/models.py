@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from traceback import walk_stack
 from typing import Any
 
@@ -18,19 +18,35 @@ from gradscaler.diagnose._monitor.parameters import held_by
 
 # A module of these packages with one child and no parameter of its own wraps a model, unless its
 # class derives from a user's, as fully_shard makes it.
-_WRAPPERS = "torch.nn.parallel.", "torch._dynamo.", "torch.distributed.", "accelerate.", "lightning"
+_WRAPPERS = (
+    *("torch.nn.parallel.", "torch._dynamo.", "torch.distributed."),
+    *("accelerate.", "deepspeed.runtime.engine", "lightning"),
+)
 _LIBRARIES = (*_WRAPPERS, "torch.", "builtins", "abc", "typing", "pytorch_lightning")
 
 
-def models_of(optimizers: Iterable[torch.optim.Optimizer]) -> Module | dict[str, Module]:
+def models_of(
+    optimizers: Sequence[torch.optim.Optimizer], first: Iterable[Iterable[torch.Tensor]] = ()
+) -> Module | dict[str, Module]:
     """The model that optimizers train, without its wrappers; several by their variables' names.
 
     A model is a module in memory that is in no other module and holds one of their parameters. This
     looks at each object that Python's garbage collector knows, once, so it finds copies and loaded
     models, too. Tensors that are trained and in no module belong to the model.
+
+    Args:
+        optimizers: the optimizers.
+        first: what each was made with. An engine may have put flat copies in its place, which no
+            module holds.
     """
     trained = {id(p): p for each in optimizers for p in held_by(each)}
-    found = [_inner(each) for each in _outermost() if _holds(each, trained)]
+    outermost = _outermost()
+    wanted: dict[int, object] = {**trained}
+    own = {id(p) for each in outermost for p in each.parameters()}
+    for each, made_with in zip(optimizers, first, strict=False):
+        if own.isdisjoint(map(id, held_by(each))):
+            wanted |= {id(p): p for p in made_with}
+    found = [_inner(each) for each in outermost if _holds(each, wanted)]
     models = list({id(each): each for each in found}.values())
     loose = trained.keys() - {id(p) for each in models for p in each.parameters()}
     model = _named(models) if len(models) > 1 else next(iter(models), None)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import cache, partial, wraps
 from inspect import currentframe
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.optim import Optimizer
@@ -66,7 +67,8 @@ class Session(Runs, backward_calls.BackwardListener):
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__("torch", options)
-        self._new = ByIdentity[None]()  # optimizers made since the latest run began
+        # Optimizers made since the latest run began, and what each was made with.
+        self._new = ByIdentity[list[ref[torch.Tensor]]]()
         self._model: Any = None  # of the latest run
         self._known: set[int] = set()  # ids of its parameters
         self._handles: list[Handle] = []  # of hooks of all optimizers, if a step is to be watched
@@ -131,7 +133,7 @@ class Session(Runs, backward_calls.BackwardListener):
             self._end_open()  # not in the backward pass, where a watch cannot be left
             self._lines.start()
             backward_calls.listen(self)
-        self._new[optimizer] = None
+        self._new[optimizer] = [ref(p) for p in held_by(optimizer)]
 
     def _see_schedule(self, schedule: LRScheduler) -> None:
         if self._is_watching:
@@ -232,8 +234,9 @@ class Session(Runs, backward_calls.BackwardListener):
     def _find_model(self) -> None:
         """Find the model of the optimizers that were made since the latest run began."""
         if optimizers := list(self._new):
+            first = [_alive(self._new.get(each, [])) for each in optimizers]
             self._new.clear()
-            self._model = models_of(optimizers)
+            self._model = models_of(optimizers, first)
             models = self._model.values() if isinstance(self._model, dict) else [self._model]
             self._known = {id(p) for model in models for p in model.parameters()}
 
@@ -262,6 +265,15 @@ class Session(Runs, backward_calls.BackwardListener):
             self._begin(LOOP, None)
         for run in list(self.open.values())[-1:]:
             run.leave_out(loss)
+
+
+def _alive(tensors: Sequence[ref[torch.Tensor]]) -> list[torch.Tensor]:
+    """Those of some weights that are alive, but in float16.
+
+    An engine scales the loss of these itself, and skips steps in health, too.
+    """
+    found = [each() for each in tensors]
+    return [p for p in found if p is not None and p.dtype != torch.float16]
 
 
 @cache

@@ -124,3 +124,15 @@ def test_looking_for_names_keeps_no_graph_alive():
     seen = weakref.ref(loss)
     del loss
     assert seen() is None
+
+
+def test_a_model_is_found_by_what_an_optimizer_was_made_with_if_an_engine_has_flattened_it():
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = sgd(model)
+    first = list(model.parameters())
+    flat = nn.Parameter(torch.cat([p.detach().flatten() for p in first]))
+    optimizer.param_groups[0]["params"] = [flat]
+    found = models_of([optimizer], [first])
+    assert named(found).keys() == {"weight", "bias", "flat"}
+    assert [name for name, module in found.named_modules() if module is model] == [""]
+    assert models_of([sgd(other)], [first]) is other

@@ -342,3 +342,28 @@ def test_a_second_watch_sees_a_training_in_another_thread(tmp_path):
         thread.join()
         (finding,) = watch.verdict.findings
     assert finding.line.startswith("tests/torch/run_script/test_watch.py:")
+
+
+class Grows(torch.nn.Module):
+    factor = 1.0
+
+    def forward(self, inputs):
+        return inputs * self.factor
+
+
+def test_the_model_is_known_if_an_engine_trains_a_flat_copy_of_it(tmp_path):
+    with gradscaler.watch(tmp_path) as watch:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), Grows())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        weights = list(model.parameters())
+        flat = torch.nn.Parameter(torch.nn.utils.parameters_to_vector(weights).detach())
+        optimizer.param_groups[0]["params"] = [flat]  # as ZeRO does
+        for step in range(1, 5):
+            model[1].factor = 1e39 if step == 4 else 1.0
+            model(torch.ones(8, 4)).square().mean().backward()
+            flat.grad = torch.cat([p.grad.flatten() for p in weights])
+            optimizer.step()
+            model.zero_grad()
+            torch.nn.utils.vector_to_parameters(flat.detach(), weights)
+    assert "1 (Grows) makes 32 Inf in float32, by mul" in watch.verdict.text
+    assert "so step 4 was applied" in watch.verdict.text
