@@ -147,8 +147,8 @@ class CallWatch:
                 watch = None if is_compiling() or jit.is_tracing() else own()
                 if watch is None:
                     return func(*args, **(kwargs or {}))
-                frame = inspect.currentframe()
-                return watch.call(func, args, kwargs or {}, frame and frame.f_back)
+                caller = getattr(inspect.currentframe(), "f_back", None)  # its own would be a cycle
+                return watch.call(func, args, kwargs or {}, caller)
 
         self._see, self._may_continue = see, may_continue
         self.mode: Any = Mode()
