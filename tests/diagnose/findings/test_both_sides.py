@@ -530,7 +530,17 @@ def of_loss_graphs():
     def seen(name, count, more=None):
         return counted(50, more, **{name: count, f"{name} relu at a.py:7 makes it": count})
 
-    places = "absorbed", "twice", "cut", "across", "linear", "constant", "broadcast", "unregistered"
+    places = (
+        "absorbed",
+        "twice",
+        "cut",
+        "across",
+        "linear",
+        "constant",
+        "graphless",
+        "broadcast",
+        "unregistered",
+    )
     return [
         ("line='a.py:7', steps=(), count=2", [seen(each, 2) for each in places], []),
         ("a.py:7", [], [seen(each, 1) for each in places]),

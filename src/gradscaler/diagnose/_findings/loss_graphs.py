@@ -161,6 +161,15 @@ broadcast = _at_a_place(
     "Unless all pairs are meant, give outputs and targets one shape: squeeze(-1) those of shape "
     "[n, 1], or unsqueeze(-1) the others. Else outputs become the mean of the targets.",
 )
+graphless = _at_a_place(
+    Phase.LOSS,
+    Event.GRAPHLESS,
+    "misuse",
+    "The result of {place} has no graph, as create_graph is False, though the loss is computed "
+    "from it: to the optimizer it is a constant, and no gradient passes it.",
+    "Set create_graph=True in that call; or detach() the result, if a constant is meant.",
+    is_certain=False,
+)
 constant = _at_a_place(
     Phase.LOSS,
     Event.CONSTANT,

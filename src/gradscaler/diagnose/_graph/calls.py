@@ -42,6 +42,8 @@ class Call:
     Attributes:
         name: the function's name in PyTorch.
         operation: the name that users know.
+        args: its positional arguments.
+        kwargs: its other arguments.
         outputs: the floating-point tensors that it makes or changes.
         before: the readings of ``inputs`` before the call, if it may change one; else None.
         frame: the frame that called it.
@@ -53,7 +55,7 @@ class Call:
         self.name, self.frame = name, frame
         self.is_in_place = bool(_IN_PLACE.search(name))
         self.changes_inputs = self.is_in_place or "out" in kwargs
-        self._args, self._kwargs = args, kwargs
+        self.args, self.kwargs = args, kwargs
         self.outputs: list[Tensor] = []
         self.before = list(map(read, self.inputs)) if self.changes_inputs else None
 
@@ -61,15 +63,15 @@ class Call:
         """Note what it returned."""
         from torch import Tensor
 
-        self.outputs = list(floating(Tensor, self._args[:1] if self.is_in_place else outputs))
+        self.outputs = list(floating(Tensor, self.args[:1] if self.is_in_place else outputs))
 
     @cached_property
     def inputs(self) -> list[Tensor]:
         """The floating-point tensors that it reads; most calls are never asked for them."""
         from torch import Tensor
 
-        args = self._args[bool(_OVERWRITES.match(self.name)) :]
-        given = [value for key, value in self._kwargs.items() if key != "out"]
+        args = self.args[bool(_OVERWRITES.match(self.name)) :]
+        given = [value for key, value in self.kwargs.items() if key != "out"]
         return list(floating(Tensor, (args, given)))
 
     @property
@@ -103,7 +105,7 @@ class Call:
         else:  # a function that divides in the end
             is_div = node is not None and operation_of(node) == "div"
             found = [each for name, each in kept(node).items() if is_div and name == "other"]
-        numbers = [each for each in self._args if isinstance(each, (int, float))]
+        numbers = [each for each in self.args if isinstance(each, (int, float))]
         if name == "div" and not found and numbers:
             return abs(float(numbers[0]))
         if not found or any(found[0] is changed for changed in self.outputs):

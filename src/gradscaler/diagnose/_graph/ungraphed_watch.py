@@ -10,16 +10,18 @@ from gradscaler.diagnose._graph.budget import CREDIT, Budget
 from gradscaler.diagnose._graph.call_origins import CallOrigins
 from gradscaler.diagnose._graph.calls import Call, CallWatch
 from gradscaler.diagnose._graph.constant_terms import ConstantTerms
+from gradscaler.diagnose._graph.graphless_gradients import GraphlessGradients
 from gradscaler.diagnose._graph.hooks import weakly
 from gradscaler.diagnose._graph.places import Module, Places
 from gradscaler.diagnose._record.located import Located, is_exact
+from gradscaler.diagnose._record.thresholds import FEW_SAMPLES
 
 _MOST_IN_VAIN = 3  # failed steps: what three of them do not show is in the data, or hidden
 
 # Steps to watch after a failure until another one: a watched step is not quite as without a watch,
 # and what fails more rarely than one step in six is worth the second run of `--watch`.
 _MOST_HEALTHY = 5
-_MOST_SOUGHT = 4  # steps to watch for a constant term, as most are numbers, or meant
+_MOST_SOUGHT = 4  # times to watch for a constant term, as most are numbers, or meant
 
 
 class UngraphedWatch:
@@ -31,7 +33,7 @@ class UngraphedWatch:
     time, and a second. One that would take longer breaks off, as it does if the model is evaluated
     meanwhile.
 
-    A step is also watched for the loss function of a constant term, on demand.
+    A step is also watched for what makes a term of the loss constant, on demand.
 
     Args:
         model: the model, which names the places; None if there is none.
@@ -40,6 +42,7 @@ class UngraphedWatch:
     Attributes:
         seen: what was seen in the present step.
         terms: the constant terms of its losses, if they are sought.
+        gradients: the gradients without a graph in its losses, likewise.
         calls: sees the calls.
     """
 
@@ -49,9 +52,10 @@ class UngraphedWatch:
         self._left = _MOST_IN_VAIN * is_on  # failures that may show nothing
         self._is_wanted = False
         self._healthy_left = 0  # steps to watch until another failure
-        self._is_sought = self._follows = False  # a term in the next step; Inf and NaN in this one
+        self._follows = False  # Inf and NaN in this step
+        self._is_sought, self._num_found = False, 0  # a term in the next step; steps that had one
         self._seeks_left = _MOST_SOUGHT * is_on
-        self.seen, self.terms = CallOrigins(Places(None)), ConstantTerms()
+        self._forget()
         self.calls = CallWatch(weakly(self._see), weakly(self._may_continue))
 
     @property
@@ -69,13 +73,19 @@ class UngraphedWatch:
             self._seeks_left -= 1
             self._is_sought = True
 
+    def note_term(self) -> None:
+        """Note that this step had one, and watch the next one if a finding needs another."""
+        self._num_found += 1
+        self._is_sought = self._num_found < FEW_SAMPLES
+        self._seeks_left *= self._is_sought
+
     def begin(self, step: int) -> None:
         """Begin a step, before its forward pass."""
         self._follows = bool(self._is_wanted and self._left and self._healthy_left)
         is_due, self._is_sought = self._follows or self._is_sought, False
         seconds = self._budget.left(step - 1) if is_due else None
         if seconds is not None:
-            self.seen, self.terms = CallOrigins(Places(self._model)), ConstantTerms()
+            self._forget(self._model)
             with suppress(RuntimeError):  # a compiled step: PyTorch changes no stance in it
                 self.calls.start()
                 self._budget.begin(seconds, self._budget.usual(step - 1))
@@ -102,12 +112,17 @@ class UngraphedWatch:
         """Stop watching, and forget what was seen."""
         self.calls.stop()
         self._budget.end()
-        self.seen, self.terms = CallOrigins(Places(None)), ConstantTerms()
+        self._forget()
+
+    def _forget(self, model: Module | None = None) -> None:
+        self.seen, self.terms = CallOrigins(Places(model)), ConstantTerms()
+        self.gradients = GraphlessGradients()
 
     def _see(self, call: Call) -> None:
         if self._follows:
             self.seen.see(call)
         self.terms.see(call)
+        self.gradients.see(call)
 
     def _may_continue(self) -> bool:
         """Whether to go on watching at a call; breaks the watch off if not."""

@@ -146,12 +146,21 @@ class EagerObserver(StepSource):
 
     def _see_terms(self, iteration: Iteration, loss: Tensor) -> None:
         """Note a term of a loss that no gradient passes, or look for it in the next step."""
-        calls = None if self._graphs is None else self._graphs.ungraphed
-        if calls is not None and calls.terms.added and (place := calls.terms.found_in(loss)):
-            iteration.note(Event.CONSTANT)
-            iteration.note(Event.CONSTANT, place)
-        if calls is not None and iteration.scaled.adds_a_constant:
+        if self._graphs is None:
+            return
+        calls = self._graphs.ungraphed
+        if place := calls.gradients.found_in(loss):
+            self._note_term(iteration, Event.GRAPHLESS, place)
+        elif calls.terms.added and (place := calls.terms.found_in(loss)):
+            self._note_term(iteration, Event.CONSTANT, place)
+        elif iteration.scaled.adds_a_constant or iteration.scaled.has_inputs:
             calls.seek_term()
+
+    def _note_term(self, iteration: Iteration, event: Event, place: str) -> None:
+        iteration.note(event)
+        iteration.note(event, place)
+        if self._graphs is not None:
+            self._graphs.ungraphed.note_term()
 
     def leave_out(self, loss: Tensor) -> None:
         """Report a loss that is not finite, and that no backward pass takes."""

@@ -62,6 +62,7 @@ class ScaledLosses:
     positive: list[tuple[str, Tensor]] = field(default_factory=list)  # operations and losses
     by_hand: set[float] = field(default_factory=set)  # powers of 2 that multiply a loss
     adds_a_constant: bool = False  # whether a loss has a term without a graph
+    has_inputs: bool = False  # whether a loss depends on a leaf that is no parameter
     chance: float | None = None  # the loss of a guess, if the latest loss is a cross entropy
 
     def add(self, loss: Tensor, line_of: Callable[[Tensor, Node], Line]) -> None:
@@ -91,6 +92,7 @@ class ScaledLosses:
 
     def _add_nodes(self, loss: Tensor, line_of: Callable[[Tensor, Node], Line]) -> bool:
         """Add the nodes of a loss; False if a part of its graph is hidden."""
+        tensor_class: Any = sys.modules["torch"].Tensor
         flattening: list[Node] = []
         nodes: list[Node] = []
         for number, node in enumerate(nodes_from([loss.grad_fn])):
@@ -100,6 +102,7 @@ class ScaledLosses:
             nodes.append(node)
             if is_leaf(node):
                 self.reached[id(node.variable)] = node.variable
+                self.has_inputs |= type(node.variable) is tensor_class
             elif differentiated(node.name()) in _FLATTEN:
                 flattening.append(node)
             if Event.ABSORBED not in self.mistakes and _divides_by_inf(node):

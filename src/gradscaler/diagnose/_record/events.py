@@ -71,6 +71,8 @@ class Event(Enum):
     CUT = "cut", "scaled_losses", "loss_graphs"  # a ReLU makes its logits
     LINEAR = "linear", "scaled_losses", "loss_graphs"  # kl_div takes probabilities for logarithms
     CONSTANT = "constant", "observer", "loss_graphs"  # its term depends on nothing that is trained
+    # It reads the result of autograd.grad(), which has no graph: at that call.
+    GRAPHLESS = "graphless", "observer", "loss_graphs"
     ACROSS = "across", "scaled_losses", "loss_graphs"  # log-probabilities over the batch
     BROADCAST = "broadcast", "scaled_losses", "loss_graphs"  # n outputs with n targets each
     FLAT = "flat", "scaled_losses", "learning"  # it is behind many of sigmoid and tanh in a row
