@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from gradscaler._run_script.scaler_watch import (
 )
 from gradscaler._run_script.termination import die_in_groups
 from gradscaler._run_script.undo import on_stop, replace
-from gradscaler._run_script.variables import loss_left_out, nonfinite_left
+from gradscaler._run_script.variables import loss_left_out, nan_among, nonfinite_left
 from gradscaler._run_script.voice import attempt, conclude_without_step, voice
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.hooks import Handle, remove_unless_stepping, uncompiled
@@ -246,6 +247,7 @@ class Session(Runs, backward_calls.BackwardListener):
             return
         if not self._options.is_notebook:  # its variables may be those of earlier cells
             attempt(self._see_left_out)
+        attempt(self._see_variables)
         super().end()
         if self._has_given_up:
             voice.conclude(f"as said above: {OF_EACH_STEP}")
@@ -265,6 +267,19 @@ class Session(Runs, backward_calls.BackwardListener):
             self._begin(LOOP, None)
         for run in list(self.open.values())[-1:]:
             run.leave_out(loss)
+
+    def _see_variables(self) -> None:
+        """See what the script's evaluation, or that of a notebook's cell, has left as NaN."""
+        names, cell = vars(sys.modules["__main__"]), self._options.cell
+        if self._options.is_notebook:
+            names = {name: each for name, each in names.items() if _has_word(cell, name)}
+        if name := nan_among(names):
+            for run in self.open.values():
+                run.nan_left = name
+
+
+def _has_word(code: str, name: str) -> bool:
+    return re.search(rf"\b{re.escape(name)}\b", code) is not None
 
 
 def _alive(tensors: Sequence[ref[torch.Tensor]]) -> list[torch.Tensor]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from inspect import CO_OPTIMIZED
+from numbers import Real
 from traceback import walk_tb
 from types import FrameType, ModuleType, TracebackType
 from typing import Any
@@ -16,6 +19,12 @@ from torch.nn import Module
 from gradscaler.diagnose._gradients.reading import read
 
 _NOT_USERS = "torch.", "gradscaler."
+# Names of what an evaluation makes; in a list of classes, one that has no row is NaN.
+_EVALUATES = re.compile(
+    r"loss|metric|score|perplex|accura|(^|_)(val|valid|validation|eval|acc|ppl)(_|\d|$)",
+    re.IGNORECASE,
+)
+_OF_CLASSES = re.compile(r"class|(^|_)per_", re.IGNORECASE)
 
 
 def variables_of(frames: Iterable[FrameType]) -> Iterator[tuple[str, Any]]:
@@ -89,6 +98,33 @@ def nonfinite_left(trace: TracebackType | None) -> str:
                     count, dtype = int((~detached.isfinite()).sum()), str(value.dtype)
                     return f"{name} held {count:,} Inf or NaN in {dtype.removeprefix('torch.')}"
     return ""
+
+
+def nan_among(names: Mapping[str, Any]) -> str:
+    """The name of a variable, or of an entry, in which an evaluation left a NaN; empty if none did.
+
+    It is a number, or a list of which the latest is one. Constants are left out, as such a NaN may
+    stand for what is missing, and attributes of objects that are not of the script's own classes.
+    """
+    own = {name: value for name, value in names.items() if _may_hold(value)}
+    return next((name for name, value in within(own) if _is_of_evaluation(name, value)), "")
+
+
+def _may_hold(value: Any) -> bool:
+    kind = type(value)
+    is_number = issubclass(kind, (Real, torch.Tensor))
+    return is_number or kind in (dict, list, deque) or kind.__module__ == "__main__"
+
+
+def _is_of_evaluation(name: str, value: Any) -> bool:
+    if name.isupper() or _OF_CLASSES.search(name) or not _EVALUATES.search(name):
+        return False
+    latest = value[-1] if type(value) in (list, deque) and value else value
+    with suppress(Exception):  # it may have no data
+        if issubclass(type(latest), torch.Tensor):
+            return latest.ndim == 0 and bool(latest.detach().isnan())
+        return issubclass(type(latest), Real) and bool(latest != latest)  # noqa: PLR0124
+    return False
 
 
 def _is_users(frame: FrameType) -> bool:

@@ -122,8 +122,8 @@ class Watch:
     def _start(self) -> None:
         self._is_on = True
         voice.begin(self._options)
-        state = {"has_raised": False, "has_failed": False, "has_watched": False}
-        state |= {"is_watched": self._shell is not None}
+        state: dict[str, Any] = {"has_raised": False, "has_failed": False, "has_watched": False}
+        state |= {"is_watched": self._shell is not None, "cell": ""}
         vars(self._options).update(state, trace=None, is_notebook=self._shell is not None)
         for framework, module, kind, names in _WATCHED:
             after_import(framework, partial(_start_in, module, kind, *names, self._options))
@@ -139,7 +139,7 @@ class Watch:
             self._start()
 
     def _after_cell(self, result: Any) -> None:
-        error = result.error_in_exec
+        error, self._options.cell = result.error_in_exec, result.info.raw_cell
         if error is not None:
             note_end(self._options, error)
         self._end()

@@ -63,6 +63,7 @@ class WatchedRun:
         self.began = monotonic()
         self.lost_at: float | None = None  # when a failure that costs weights was told first
         self.left = ""  # a variable that is not finite where the script has raised an error
+        self.nan_left = ""  # a variable that the script's evaluation has left as NaN
         self._origin = ""  # what made a batch's numbers where no watch of this process can see it
         model = one_model(model)
         given, tell = (scaler, model, options.every), guarded(self._tell)
@@ -215,6 +216,8 @@ class WatchedRun:
     def end(self, *, proposes_watch: bool = True) -> None:
         """Close the file, and print the verdict; a run without a step leaves no file."""
         self._proposes_watch &= proposes_watch
+        if self.nan_left:
+            self._monitor.note_nan_left(self.nan_left)
         self._close()
         try:
             history, verdict = self._monitor.history, self._monitor.verdict

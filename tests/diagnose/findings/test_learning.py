@@ -110,6 +110,16 @@ def test_gradients_that_leave_the_loss_as_it_is_are_told(losses, norm, is_tiny):
     assert ("a norm of at most 1e-09, that the loss stays the same" in said) == is_tiny
 
 
+@pytest.mark.parametrize("has_scaler", [False, True])
+@pytest.mark.parametrize("losses", [FELL, STOOD])
+def test_an_evaluation_that_left_a_nan_takes_the_place_of_an_all_clear_alone(losses, has_scaler):
+    events = Events().after({"nan_left val_loss": 1})
+    said = told(losses, events=events, has_scaler=has_scaler)
+    assert ("The script's val_loss is NaN in the end" in said) == (losses is FELL)
+    assert ("Nothing else was judged" in said) == (losses is STOOD)
+    assert "Nothing needs fixing" not in said
+
+
 def test_a_loss_that_does_not_fall_is_told_with_a_scaler_too():
     assert "None of 120 steps was skipped. Nothing else was judged" in told(STOOD, has_scaler=True)
     assert (

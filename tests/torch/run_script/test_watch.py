@@ -230,7 +230,8 @@ def test_a_step_to_watch_is_one_of_the_next_cell_that_trains_alone(tmp_path, mon
     for _ in range(2):
         calls["pre_run_cell"](None)
         train(*network())
-        calls["post_run_cell"](SimpleNamespace(error_in_exec=None))
+        info = SimpleNamespace(raw_cell="train()")
+        calls["post_run_cell"](SimpleNamespace(error_in_exec=None, info=info))
         is_watched.append("step watched: no operation" in said.getvalue())
         said.truncate(0)
     watch.stop()

@@ -52,6 +52,10 @@ DETECTORS = sorted(
 
 _FEW = "So few batches do no harm; look at them if more follow."
 _OWN_SCALE = "The script's own loss scale may settle so; look at their batches if more follow."
+_EVALUATE = (
+    "The script's {} is NaN in the end, though no loss that was trained on was: look at what "
+    "evaluates it, such as a mean over no elements (every label of a batch is ignore_index)."
+)
 _LOOK = (
     "Look at these batches, and at what the loss makes of them: an Inf or NaN, an empty mask, a "
     "logarithm or root of 0."
@@ -209,6 +213,8 @@ def _nothing(evidence: Evidence) -> str:
     if _is_blind(evidence):
         return "Neither gradients nor losses were seen, so nothing else was judged."
     learned = whether_it_learns(evidence)
+    if learned.startswith(FINE) and (name := evidence.events.place(Event.NAN_LEFT)):
+        return _EVALUATE.format(name)
     if evidence.has_scaler and learned.startswith(FINE):
         learned = _FINE
     if evidence.sample is None and learned == _FINE:

@@ -349,6 +349,18 @@ class Monitor:
         if self._is_open:
             self._source.note_unzeroed(name)
 
+    def note_nan_left(self, name: str) -> None:
+        """Note that what the script computes beside its steps, as by an evaluation, is NaN.
+
+        The verdict says it of a run in which nothing else is wrong. Call it at the end.
+
+        Args:
+            name: the script's own name for it, such as ``"eval_loss"``.
+        """
+        if self._is_open:
+            self._source.read()
+            self._log.note_nan_left(name)
+
     def leave_out(self, loss: Tensor) -> None:
         """Report a loss of PyTorch that is Inf or NaN, and for which the script makes no step.
 

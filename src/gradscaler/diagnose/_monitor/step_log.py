@@ -247,6 +247,11 @@ class StepLog:
         if self._stopped.count == MANY_CALLS:
             self.teller.say(self._look(is_last=False), self.counts.step)
 
+    def note_nan_left(self, name: str) -> None:
+        """Note a variable of the script's that is NaN in the end."""
+        if self.num_steps:
+            self._keep(Watched(self.counts.step, calls=texts_of([Counted(Event.NAN_LEFT, name)])))
+
     def _stop(self) -> Watched | None:
         """The line of the latest steps without a gradient; None if they are few."""
         if self._stopped.count < MANY_CALLS:

@@ -82,6 +82,9 @@ class Event(Enum):
     # Calls of load_state_dict() between steps, at their line, from the module's own tensors.
     ONTO_ITSELF = "onto_itself", "observer", "calls"
 
+    # At the end: what the script's evaluation left as NaN, at its name.
+    NAN_LEFT = "nan_left", "step_log", "__init__"
+
     # Before the first step.
     UNFIT = "unfit", "observer", "calls"  # load_state_dict(strict=False) that loaded nothing
     RESUMED = (

@@ -1,0 +1,117 @@
+"""An evaluation that leaves a NaN in a variable of the script's, though each loss was finite."""
+
+import math
+import sys
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("torch")
+
+import numpy as np
+import torch
+
+import gradscaler
+from gradscaler._run_script.variables import nan_among
+from gradscaler.diagnose import read_run
+from tests.support import programs
+
+NAN = math.nan
+
+
+class Trainer:
+    __module__ = "__main__"
+
+    def __init__(self, **own):
+        vars(self).update(own)
+
+
+class Search:
+    """As one of scikit-learn's, whose ``error_score`` is NaN."""
+
+    def __init__(self):
+        self.error_score = NAN
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        ({"train_loss": 1.0, "eval_loss": NAN}, "eval_loss"),
+        ({"val_ppl": np.float32(NAN)}, "val_ppl"),
+        ({"test_acc": torch.tensor(NAN, dtype=torch.bfloat16)}, "test_acc"),
+        ({"losses": [1.0, NAN]}, "losses"),
+        ({"scores": deque([torch.tensor(1.0), torch.tensor(NAN)])}, "scores"),
+        ({"history": {"train": [1.0], "val_loss": [1.0, NAN]}}, "val_loss"),
+        ({"trainer": Trainer(best_metric=NAN)}, "best_metric"),
+        ({"loss": 1.0, "best_loss": math.inf, "val": -math.inf}, ""),
+        ({"losses": [NAN, 1.0], "val_losses": [], "scores": None}, ""),
+        ({"scores": torch.tensor([1.0, NAN]), "metrics": [[NAN]]}, ""),
+        ({"x": NAN, "fill_value": NAN, "interval": NAN, "NAN_LOSS": NAN}, ""),
+        ({"class_scores": [0.5, NAN], "acc_per_class": NAN, "per_class_acc": [NAN]}, ""),
+        ({"search": Search(), "math": math, "score_of": lambda: NAN}, ""),
+        ({"epoch_loss": True, "val_loss": "nan"}, ""),
+    ],
+)
+def test_a_number_or_the_latest_of_a_list_is_found_by_its_name(names, found):
+    assert nan_among(names) == found
+
+
+TRAINING = """
+import torch
+model = torch.nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+inputs, labels = torch.randn(8, 4), torch.arange(8) % 3
+of = torch.nn.functional.cross_entropy
+for _ in range(12):
+    optimizer.zero_grad()
+    loss = of(model(inputs), labels)
+    loss.backward()
+    optimizer.step()
+best = float("inf")
+with torch.no_grad():
+    eval_loss = of(model(inputs), labels.{}).item()
+"""
+WORDS = (
+    "steps had a gradient of NaN or Inf. The script's eval_loss is NaN in the end, though no loss"
+)
+
+
+@pytest.mark.parametrize(("change", "is_nan"), [("fill_(-100)", True), ("clone()", False)])
+def test_the_verdict_says_it_and_not_that_nothing_needs_fixing(tmp_path, change, is_nan):
+    (tmp_path / "script.py").write_text(TRAINING.format(change))
+    command = "-m", "gradscaler", "run", "-o", "runs", "script.py"
+    done = programs.run(*command, cwd=tmp_path, is_strict=True)
+    said = " ".join(done.stderr.split())
+    assert (done.returncode, done.stdout) == (0, "")
+    assert (WORDS in said, "Nothing needs fixing" in said) == (is_nan, not is_nan)
+    (file,) = (tmp_path / "runs").iterdir()
+    assert read_run(file).verdict.text in said
+
+
+@pytest.fixture
+def cells(monkeypatch):
+    """Runs cells of a notebook, whose variables are given."""
+    calls = {}
+    events = SimpleNamespace(register=calls.__setitem__, unregister=lambda name, _: calls.pop(name))
+    shell = SimpleNamespace(events=events, compile=SimpleNamespace(format_code_name=lambda _: None))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+
+    def run(code, **names):
+        calls["pre_run_cell"](None)
+        exec(TRAINING.format("clone()"), {})
+        vars(sys.modules["__main__"]).update(names)
+        info = SimpleNamespace(raw_cell=code)
+        calls["post_run_cell"](SimpleNamespace(error_in_exec=None, info=info))
+
+    yield run
+    vars(sys.modules["__main__"]).pop("eval_loss", None)
+
+
+def test_a_variable_is_that_of_the_cell_that_names_it(tmp_path, cells):
+    watch, said = gradscaler.watch(tmp_path), []
+    for code in ("train(); eval_loss = evaluate()", "train(); my_eval_loss = 1"):
+        cells(code, eval_loss=NAN)
+        said.append(watch.verdict.text)
+    watch.stop()
+    assert [WORDS in text for text in said] == [True, False]
