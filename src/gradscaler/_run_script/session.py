@@ -33,7 +33,7 @@ from gradscaler._run_script.scaler_watch import (
 )
 from gradscaler._run_script.termination import die_in_groups
 from gradscaler._run_script.undo import on_stop, replace
-from gradscaler._run_script.variables import loss_left_out, nan_among, nonfinite_left
+from gradscaler._run_script.variables import RunningNans, loss_left_out, nan_among, nonfinite_left
 from gradscaler._run_script.voice import attempt, conclude_without_step, voice
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.hooks import Handle, remove_unless_stepping, uncompiled
@@ -77,6 +77,7 @@ class Session(Runs, backward_calls.BackwardListener):
         self._has_given_up = False
         self._waits = self._is_told = False  # for an optimizer, as a scaler of PyTorch's is in use
         self._is_watching = False  # else an optimizer that is seen was made before
+        self._running = RunningNans()  # of the latest run
         self._lines = Tracebacks()  # of the first forward pass, which comes before the monitor
 
     def start(self) -> None:
@@ -209,6 +210,8 @@ class Session(Runs, backward_calls.BackwardListener):
         self._find_model()
         model, is_watched = one_model(self._model), self._options.watch is not None
         super()._open(key, scaler, model, Search(model) if is_watched else None)
+        self._running = RunningNans()
+        self.open[key].at_samples(self._running.look)
         if is_watched:  # after the hooks of the monitor, which count the steps
             self._see_steps()
 
@@ -270,10 +273,10 @@ class Session(Runs, backward_calls.BackwardListener):
 
     def _see_variables(self) -> None:
         """See what the script's evaluation, or that of a notebook's cell, has left as NaN."""
-        names, cell = vars(sys.modules["__main__"]), self._options.cell
+        names, cell = dict(vars(sys.modules["__main__"])), self._options.cell
         if self._options.is_notebook:
             names = {name: each for name, each in names.items() if _has_word(cell, name)}
-        if name := nan_among(names):
+        if name := nan_among(names) or self._running.name:
             for run in self.open.values():
                 run.nan_left = name
 

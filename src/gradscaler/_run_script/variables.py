@@ -10,13 +10,14 @@ from contextlib import suppress
 from inspect import CO_OPTIMIZED
 from numbers import Real
 from traceback import walk_tb
-from types import FrameType, ModuleType, TracebackType
+from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any
 
 import torch
 from torch.nn import Module
 
 from gradscaler.diagnose._gradients.reading import read
+from gradscaler.diagnose._graph.call_site import is_installed, is_of_users_file
 
 _NOT_USERS = "torch.", "gradscaler."
 # Names of what an evaluation makes; in a list of classes, one that has no row is NaN.
@@ -24,6 +25,7 @@ _EVALUATES = re.compile(
     r"loss|metric|score|perplex|accura|(^|_)(val|valid|validation|eval|acc|ppl)(_|\d|$)",
     re.IGNORECASE,
 )
+_READ_NAMES = frozenset({"locals", "vars", "dir", "eval", "exec", "currentframe", "_getframe"})
 _OF_CLASSES = re.compile(r"class|(^|_)per_", re.IGNORECASE)
 
 
@@ -106,8 +108,57 @@ def nan_among(names: Mapping[str, Any]) -> str:
     It is a number, or a list of which the latest is one. Constants are left out, as such a NaN may
     stand for what is missing, and attributes of objects that are not of the script's own classes.
     """
+    return next(_nans_in(names, Real, torch.Tensor), ("", None))[0]
+
+
+def _nans_in(names: Mapping[str, Any], *kinds: type) -> Iterator[tuple[str, Any]]:
+    """The names, as of :func:`nan_among`, with their latest number, if of one of the kinds."""
     own = {name: value for name, value in names.items() if _may_hold(value)}
-    return next((name for name, value in within(own) if _is_of_evaluation(name, value)), "")
+    for name, value in within(own):
+        latest = value[-1] if type(value) in (list, deque) and value else value
+        is_number = issubclass(type(latest), kinds) and _is_of_evaluation(name)
+        if is_number and _is_nan(latest):
+            yield name, latest
+
+
+class RunningNans:
+    """What evaluations leave as NaN in functions that run, whose variables are gone at the end.
+
+    A NaN that stays may stand for an evaluation that is yet to come. So there must be another one
+    in its place at a later look. Tensors are not read, as that may wait for a device.
+
+    Attributes:
+        name: the variable's name at the latest look; empty if there was no such NaN.
+    """
+
+    def __init__(self) -> None:
+        self.name = ""
+        self._first: dict[str, Any] = {}  # the NaN that was seen first, by its name
+
+    def look(self) -> None:
+        """Look at the functions of the script that run in this thread."""
+        found: dict[str, Any] = {}
+        frame = None if sys.gettrace() else sys._getframe()  # else a debugger reads them, too
+        while frame is not None:
+            if _may_be_read(frame.f_code):
+                kept = frame.f_locals
+                found |= dict(_nans_in(kept, Real))
+                if sys.version_info < (3, 13):  # the frame keeps this copy
+                    kept.clear()
+            frame = frame.f_back
+        changed = (n for n, each in found.items() if self._first.get(n, each) is not each)
+        self.name = next(changed, "")
+        self._first = {name: self._first.get(name, each) for name, each in found.items()}
+
+
+def _may_be_read(code: CodeType) -> bool:
+    """Whether code is of a function of the script's that does not read its own variables by name.
+
+    What ``locals()`` has returned changes if they are read, before Python 3.13.
+    """
+    is_own = is_of_users_file(code.co_filename) and not is_installed(code.co_filename)
+    is_function = bool(code.co_flags & CO_OPTIMIZED)
+    return is_own and is_function and _READ_NAMES.isdisjoint(code.co_names)
 
 
 def _may_hold(value: Any) -> bool:
@@ -116,14 +167,16 @@ def _may_hold(value: Any) -> bool:
     return is_number or kind in (dict, list, deque) or kind.__module__ == "__main__"
 
 
-def _is_of_evaluation(name: str, value: Any) -> bool:
-    if name.isupper() or _OF_CLASSES.search(name) or not _EVALUATES.search(name):
-        return False
-    latest = value[-1] if type(value) in (list, deque) and value else value
+def _is_of_evaluation(name: str) -> bool:
+    is_other = name.isupper() or _OF_CLASSES.search(name)
+    return not is_other and _EVALUATES.search(name) is not None
+
+
+def _is_nan(value: Any) -> bool:
     with suppress(Exception):  # it may have no data
-        if issubclass(type(latest), torch.Tensor):
-            return latest.ndim == 0 and bool(latest.detach().isnan())
-        return issubclass(type(latest), Real) and bool(latest != latest)  # noqa: PLR0124
+        if issubclass(type(value), torch.Tensor):
+            return value.ndim == 0 and bool(value.detach().isnan())
+        return bool(value != value)  # noqa: PLR0124
     return False
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -178,6 +178,10 @@ class WatchedRun:
         if finding.line not in self._lines_shown:
             self._lines_shown.add(finding.line)
             show_source_of(finding.line)
+
+    def at_samples(self, look: Callable[[], None]) -> None:
+        """Look at something in each step that the monitor samples, before its optimizer's step."""
+        self._monitor.at_samples(guarded(look))
 
     def leave_out(self, loss: Any) -> None:
         """Give the verdict a loss that no backward pass has taken."""

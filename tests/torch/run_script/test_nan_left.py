@@ -2,6 +2,8 @@
 
 import math
 import sys
+import textwrap
+import weakref
 from collections import deque
 from types import SimpleNamespace
 
@@ -13,7 +15,7 @@ import numpy as np
 import torch
 
 import gradscaler
-from gradscaler._run_script.variables import nan_among
+from gradscaler._run_script.variables import RunningNans, nan_among
 from gradscaler.diagnose import read_run
 from tests.support import programs
 
@@ -115,3 +117,60 @@ def test_a_variable_is_that_of_the_cell_that_names_it(tmp_path, cells):
         said.append(watch.verdict.text)
     watch.stop()
     assert [WORDS in text for text in said] == [True, False]
+
+
+def in_main(evaluate, before="None"):
+    """The training in a function, which evaluates after each four steps."""
+    setup, _, rest = TRAINING.partition("for _ in range(12):")
+    loop = f"val_loss = {before}\nfor step in range(60):{rest}".partition("best =")[0]
+    body = f"{loop}    if step % 4 == 3:\n        val_loss = {evaluate}\n"
+    inner = textwrap.indent(f"{body}print(val_loss)\n", "    ")
+    return f"{setup}def main():\n{inner}\nmain()\n"
+
+
+FEW, NEVER = "of(model(inputs), labels * 0 - 100).item()", "float('nan') if step > 99 else val_loss"
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "before", "is_told"),
+    [
+        (FEW, "None", True),
+        (NEVER, "float('nan')", False),  # it stands for an evaluation to come
+        (f"{FEW} if step < 30 else 1.0", "None", False),
+    ],
+)
+def test_a_function_that_runs_is_looked_at_on_the_way(tmp_path, evaluate, before, is_told):
+    (tmp_path / "script.py").write_text(in_main(evaluate, before))
+    command = "-m", "gradscaler", "run", "-o", "runs", "script.py"
+    done = programs.run(*command, cwd=tmp_path, is_strict=True)
+    said = " ".join(done.stderr.split()).replace("eval_loss", "val_loss")
+    assert done.returncode == 0
+    assert (WORDS.replace("eval_loss", "val_loss") in said) == is_told
+
+
+class Batch:
+    """Something whose end is seen."""
+
+
+def test_a_look_keeps_nothing_alive_and_changes_no_locals_of_the_script():
+    running = RunningNans()
+
+    def holds():
+        batch, val_loss = Batch(), float("nan")
+        gone = weakref.ref(batch)
+        running.look()
+        del batch
+        return gone() is None, val_loss
+
+    def reads_its_own():
+        step = 1
+        known = locals()
+        step += 1
+        running.look()
+        return known["step"], step
+
+    assert holds()[0]
+    assert running.name == ""
+    holds()
+    assert running.name == "val_loss"
+    assert reads_its_own() == (1, 2)

@@ -349,6 +349,11 @@ class Monitor:
         if self._is_open:
             self._source.note_unzeroed(name)
 
+    def at_samples(self, look: Callable[[], None]) -> None:
+        """Call a function in each step of PyTorch that is sampled, when its optimizer begins it."""
+        if isinstance(self._source, EagerObserver):
+            self._source.at_sample = look
+
     def note_nan_left(self, name: str) -> None:
         """Note that what the script computes beside its steps, as by an evaluation, is NaN.
 

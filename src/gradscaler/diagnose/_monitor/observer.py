@@ -88,6 +88,7 @@ class EagerObserver(StepSource):
     def __post_init__(self) -> None:
         """Note the scaler's present state."""
         self._finish: Callable[[], None] | None = None  # to call when a delayed close happens
+        self.at_sample: Callable[[], None] | None = None  # called in each sampled step
         self._is_in_step = False  # whether unscale_() or step() began, and no step has ended since
         is_torch = self.framework == "torch"
         # With several processes, operations see parts of tensors, and may be collectives.
@@ -205,6 +206,8 @@ class EagerObserver(StepSource):
             self._see_before_step(iteration, optimizer)
             iteration.begun.add(id(optimizer))
         if iteration.is_sampled:
+            if self.at_sample is not None:
+                self.at_sample()
             if self._shared is not None and self._shared.repeats(optimizer):
                 iteration.note(Event.SHARED)
             self._measure(optimizer, scale)
