@@ -40,12 +40,15 @@ class GraphlessGradients:
 
     Left out are gradients by parameters, steps along a gradient, as of inputs that are to fool the
     model, what ``detach()`` says to be meant, and gradients of another model than the loss trains.
+
+    Attributes:
+        readers: for each node that reads such a gradient, the gradient.
     """
 
     def __init__(self) -> None:
         # By ids of tensors. One that is kept here keeps its id from being used again.
         self._values: dict[int, tuple[Tensor, _Gradient]] = {}
-        self._readers: dict[Node, _Gradient] = {}
+        self.readers: dict[Node, _Gradient] = {}
 
     def see(self, call: Call) -> None:
         """Note a call that makes such a gradient, or reads one."""
@@ -61,7 +64,7 @@ class GraphlessGradients:
             return  # a step along the gradient
         made = [each for each in call.outputs if each.grad_fn is not None]
         if made and call.operation in _READS:
-            self._readers |= {each.grad_fn: gradient for each in made}
+            self.readers |= {each.grad_fn: gradient for each in made}
         elif not made:
             new = [each for each in call.outputs if not each.requires_grad]
             self._values |= {id(each): (each, gradient) for each in new}
@@ -83,8 +86,8 @@ class GraphlessGradients:
 
     def found_in(self, loss: Tensor) -> str | None:
         """The call whose result a loss reads, as ``"autograd.grad at train.py:7"``, or None."""
-        nodes = _parts_of(loss.grad_fn) if self._readers else ()
-        found = next((self._readers[node] for node in nodes if node in self._readers), None)
+        nodes = _parts_of(loss.grad_fn)
+        found = next((self.readers[node] for node in nodes if node in self.readers), None)
         if found is None or all(key not in found.leaves for key, _ in _leaves_of([loss])):
             return None
         return found.place

@@ -150,7 +150,7 @@ class EagerObserver(StepSource):
         if self._graphs is None:
             return
         calls = self._graphs.ungraphed
-        if place := calls.gradients.found_in(loss):
+        if calls.gradients.readers and (place := calls.gradients.found_in(loss)):
             self._note_term(iteration, Event.GRAPHLESS, place)
         elif calls.terms.added and (place := calls.terms.found_in(loss)):
             self._note_term(iteration, Event.CONSTANT, place)
