@@ -16,6 +16,7 @@ from gradscaler._run_script.runs import LOOP, Runs
 from gradscaler._run_script.scaler_watch import ObservedScalers, ScalerWatch
 from gradscaler._run_script.step_watch import Search
 from gradscaler._run_script.undo import on_stop, replace
+from gradscaler.diagnose._gradients.reading import are_finite, inspect
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.stand_ins import in_place_of
@@ -23,6 +24,7 @@ from gradscaler.diagnose._locate.locate import seam_of
 from gradscaler.diagnose._monitor.models import one_model
 from gradscaler.diagnose._monitor.parameters import eps_of
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
+from gradscaler.diagnose._record.thresholds import UNSTEPPED_LOSSES
 
 Optimizer = Any
 Tensor = Any
@@ -31,7 +33,8 @@ Tensor = Any
 class BackwardLoops:
     """Puts a monitor on each scaler, or on the loop of a process that uses none.
 
-    A run begins with the first step, or with the first scaled loss, after optimizers were made.
+    A run begins with the first step, or with the first scaled loss, after optimizers were made, or
+    with gradients that stay Inf or NaN without a step.
 
     Args:
         name: the framework's package, ``"paddle"`` or ``"tensorplay"``.
@@ -47,6 +50,8 @@ class BackwardLoops:
         self._observed, self._kept = ObservedScalers(), KeptGradients()
         self._stepping = 0  # calls of step() that run
         self._loss: Tensor | None = None  # of the latest backward pass
+        self._num_passes = 0  # backward passes after the latest step
+        self._most_passes = 1  # the most before a step
         self._classes: set[type] = set()  # of optimizers, whose step is seen
         self._in_first: Search | None = (
             None  # sees the operations of step 1, if it is to be watched
@@ -128,12 +133,37 @@ class BackwardLoops:
         if not self._runs.is_off:
             self._loss = loss.detach()
             self._kept.before_backward()
+            self._see_unstepped()
+
+    def _see_unstepped(self) -> None:
+        """Note a gradient that stays Inf or NaN, before each tenth backward pass without a step."""
+        self._num_passes += 1
+        few = UNSTEPPED_LOSSES * self._most_passes
+        if self._stepping or self._num_passes % few or self._is_scaled:
+            return
+        every = {id(p): p for each in (*self._known, *self._new) for p in _parameters_of(each)}
+        held = [p for p in every.values() if p.grad is not None]
+        if are_finite(p.grad for p in held):
+            return
+        found = next((each for each in held if inspect(each.grad)), None)
+        if found is None:
+            return
+        if self._new or LOOP not in self._runs.open:
+            self._begin(LOOP, None)
+        if (run := self._runs.open.get(LOOP)) is not None:
+            run.note_stayed(self._names.get(id(found), found.name), few)
+
+    @property
+    def _is_scaled(self) -> bool:
+        """Whether a scaler's steps are recorded."""
+        return any(key != LOOP for key in self._runs.open)
 
     def _before_step(self, optimizer: Optimizer) -> None:
         self._stepping += 1
         if self._stepping > 1 or self._runs.is_off:
             return
-        is_scaled = any(key != LOOP for key in self._runs.open)
+        self._most_passes = max(self._most_passes, self._num_passes)
+        self._num_passes, is_scaled = 0, self._is_scaled
         if self._new and not is_scaled:
             self._begin(LOOP, None)
         is_kept, name = self._kept.take(optimizer), self._name_of(optimizer)

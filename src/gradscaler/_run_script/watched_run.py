@@ -147,6 +147,10 @@ class WatchedRun:
         """Note that the step that begins uses gradients that were not zeroed; see Monitor."""
         self._monitor.note_unzeroed(name)
 
+    def note_stayed(self, name: str, count: int) -> None:
+        """Note backward passes without a step, before which a gradient held an Inf or NaN."""
+        self._monitor.note_stayed(name, count)
+
     def leave_unchanged(self, located: Located | None) -> None:
         """Note that the step that is recorded next left the weights as they were, and why."""
         self._num_unchanged += 1

@@ -764,6 +764,19 @@ def of_optimizers():
         ),
         ("after step 9, so nothing is trained any more. ... detach()", [stopped("9")], []),
         (
+            "backward passes: before each ... of fc.weight held ... zero_grad() also ... count=50",
+            [Evidence(0, 0, events=Events().after({"stayed 0 fc.weight": 50}))],
+            [
+                Evidence(0, 0, events=Events().after({"stayed 0 fc.weight": 49})),
+                with_losses([1.0] * 9, events=Events().after({"stayed 0 fc.weight": 50})),
+            ],
+        ),
+        (
+            "No step was taken in 60 backward passes after step 9: ... of fc.weight held",
+            [with_losses([1.0] * 9, events=Events().after({"stayed 9 fc.weight": 60}))],
+            [with_losses([1.0] * 9, events=Events().after({"stayed 8 fc.weight": 60}))],
+        ),
+        (
             "The optimizer's lr of group 0 was NaN or Inf in 2 steps of 9 ... sets lr, such",
             [at("nonfinite", "lr of group 0")],
             [],

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import gradscaler
@@ -147,6 +148,23 @@ def test_an_optimizer_that_finds_no_gradient_is_told(watch):
         loss_of(used).backward()
         optimizer.step()
     assert "found no gradient in 10 calls, so nothing is trained" in watch.verdict.text
+
+
+@pytest.mark.parametrize("num_good", [0, 3])
+@pytest.mark.parametrize("clears", [False, True])
+def test_gradients_that_are_kept_where_a_step_is_left_out_are_told(watch, num_good, clears):
+    model = library.model()
+    parameters = list(model.parameters())
+    optimizer = library.sgd(parameters, lr=1e-3)
+    for step in range(60):
+        (loss_of(parameters) * (float("inf") if step == num_good else 1.0)).backward()
+        is_good = all(np.isfinite(library.numpy(each.grad)).all() for each in parameters)
+        if is_good:
+            optimizer.step()
+        if is_good or clears:
+            library.clear_gradients(optimizer)
+    after = "50 backward passes after step 3: before" if num_good else "60 backward passes: before"
+    assert (f"No step was taken in {after}" in watch.verdict.text) == (not clears)
 
 
 def test_an_idle_optimizer_beside_another_is_told(watch):

@@ -24,6 +24,7 @@ from gradscaler.diagnose._record.thresholds import (
     SHRUNK,
     SOLVED,
     SOME_LOSSES,
+    STAYED_PASSES,
     STOOD,
     UNSTEPPED_LOSSES,
 )
@@ -321,6 +322,31 @@ def unmoved(evidence: Evidence) -> Finding | None:
         "misuse",
         f"In {count} of {evidence.steps} steps, {why}, so nothing is trained.",
         action,
+        count=count,
+    )
+
+
+@detector(Phase.MISUSE)
+def stayed(evidence: Evidence) -> Finding | None:
+    """Gradients of Inf or NaN that are zeroed only after a step, which never comes any more."""
+    last = evidence.past[-1].step if evidence.past else 0
+    seen = (
+        (name, count)
+        for where, count in evidence.events.places(Event.STAYED).items()
+        for step, _, name in [where.partition(" ")]
+        if step == str(last) and count >= STAYED_PASSES
+    )
+    name, count = next(seen, ("", 0))
+    if not count:
+        return None
+    since = f" after step {last}" if last else ""
+    return Finding(
+        "misuse",
+        f"No step was taken in {count} backward passes{since}: before each that was looked at, the "
+        f"gradient of {name} held the Inf or NaN of an earlier one, to which a pass adds.",
+        "Call optimizer.zero_grad() also where a step is left out: a lower loss scale cures no "
+        "gradient that stays.",
+        name,
         count=count,
     )
 

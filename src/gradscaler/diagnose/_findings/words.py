@@ -52,6 +52,13 @@ _ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     (
+        "Call optimizer.zero_grad() also where",
+        (
+            "Call optimizer.clear_grad() also where",
+            *(f"{_ANEW.capitalize()} also where",) * 4,
+        ),
+    ),
+    (
         "call zero_grad() before the backward pass, not after it",
         ("call clear_grad() before the backward pass, not after it", *(_ANEW,) * 4),
     ),

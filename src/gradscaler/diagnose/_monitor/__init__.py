@@ -366,6 +366,16 @@ class Monitor:
             self._source.read()
             self._log.note_nan_left(name)
 
+    def note_stayed(self, name: str, count: int) -> None:
+        """Note backward passes without a step, in a loop without a scaler that is recorded.
+
+        Args:
+            name: a parameter whose gradient held the Inf or NaN of an earlier pass before them.
+            count: how many passes there were since those that were noted before.
+        """
+        if self._is_open and isinstance(self._source, RecordedLoop):
+            self._source.note_stayed(name, count)
+
     def leave_out(self, loss: Tensor) -> None:
         """Report a loss of PyTorch that is Inf or NaN, and for which the script makes no step.
 

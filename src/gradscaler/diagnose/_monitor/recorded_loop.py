@@ -80,6 +80,11 @@ class RecordedLoop(Recorder):
             self.read()
             self.log.note_stopped(self.log.counts.step, "")
 
+    def note_stayed(self, name: str, count: int) -> None:
+        """Note backward passes without a step, before which a gradient held an Inf or NaN."""
+        self.read()
+        self.log.note_stayed(name, count)
+
     @property
     def _optimizers(self) -> Optimizers | None:
         """The optimizers that have made no step, and the eps of the others."""

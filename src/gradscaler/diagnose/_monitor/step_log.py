@@ -24,6 +24,7 @@ from gradscaler.diagnose._record.finding import Finding, Verdict
 from gradscaler.diagnose._record.lines import BadStep, Line, Sample, Skip, VerdictLine, Watched
 from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._record.step import Step
+from gradscaler.diagnose._record.thresholds import STAYED_PASSES
 from gradscaler.diagnose._record.writer import RunFile, ScalarLog
 from gradscaler.outcome import HISTORY_LENGTH
 
@@ -101,6 +102,7 @@ class StepLog:
         self._written_at = monotonic()  # the time of the last sample
         self._idle = step, 0  # the last step, and how many steps without a gradient came before
         self._stopped = Counted(Event.STOPPED, count=0)  # the latest steps without a gradient
+        self._stayed = Counted(Event.STAYED, count=0)  # the latest backward passes without a step
         self._watched = step  # the last step that add_watched was called for
         self._has_made = False  # whether a watch that the user asked for has found the maker
         self._filter = WarningFilter(step)
@@ -252,11 +254,24 @@ class StepLog:
         if self.num_steps:
             self._keep(Watched(self.counts.step, calls=texts_of([Counted(Event.NAN_LEFT, name)])))
 
+    def note_stayed(self, name: str, count: int) -> None:
+        """Note backward passes without a step, before which a gradient held an Inf or NaN.
+
+        Args:
+            name: its parameter.
+            count: how many passes there were since those that were noted before.
+        """
+        where, before = f"{self.counts.step} {name}", self._stayed
+        num_before = before.count if before.where == where else 0
+        self._stayed = Counted(Event.STAYED, where, num_before + count)
+        if num_before < STAYED_PASSES <= self._stayed.count:
+            self.teller.say(self._look(is_last=False), self.counts.step)
+
     def _stop(self) -> Watched | None:
-        """The line of the latest steps without a gradient; None if they are few."""
-        if self._stopped.count < MANY_CALLS:
-            return None
-        return Watched(self.counts.step, calls=texts_of([self._stopped]))
+        """The line of what came after the last step, without another; None if that is little."""
+        seen = (self._stopped, MANY_CALLS), (self._stayed, STAYED_PASSES)
+        found = [each for each, enough in seen if each.count >= enough]
+        return Watched(self.counts.step, calls=texts_of(found)) if found else None
 
     @property
     def evidence(self) -> Evidence:
@@ -436,6 +451,7 @@ class StepLog:
             if (stop := self._stop()) is not None:
                 self._keep(stop)
                 self._stopped = Counted(Event.STOPPED, count=0)
+                self._stayed = Counted(Event.STAYED, count=0)
             writers, self._writers = self._writers, ()  # an interrupted call writes no more
             for writer in writers or ():
                 writer.close()

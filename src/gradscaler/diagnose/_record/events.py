@@ -35,6 +35,9 @@ class Event(Enum):
     REPEATED = "repeated", "observer", "calls"  # the optimizer stepped beside its scaler
     # The gradients of a step that a script left out were not zeroed.
     KEPT = "kept", "loop_observer", "evidence"
+    # Backward passes after the step of a number, the last one, that found an Inf or NaN of an
+    # earlier one in a gradient: at that number and the gradient's parameter.
+    STAYED = "stayed", "step_log", "optimizers"
     # Samples: gradients that a backward pass made, and that were all 0 at the step.
     EMPTIED = "emptied", "loop_observer", "calls evidence"
     # Gradients that a step had used were added to: at the module of the optimizer, too.

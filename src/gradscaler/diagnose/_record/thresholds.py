@@ -24,6 +24,9 @@ BAD_IN_A_ROW = 5
 SAME_FAILURES = 2  # failed steps: the first may be an accident, the second shows the same place
 # Losses that are scaled, and no step of the scaler: `the_optimizer_steps_without_the_scaler`.
 UNSTEPPED_LOSSES = 10
+# Backward passes without a step, before each tenth of which a gradient held an Inf or NaN. A step
+# may add up the gradients of many, and is left out, with new gradients, only after the last one.
+STAYED_PASSES = 50
 EMPTIED_SAMPLES = 2  # whose gradients were all set to 0; one may be a batch that a clip left out
 UNFED_SAMPLES = 4  # samples with a gradient of 0 for a weight, and with another for its bias
 MANY = 0.25  # of the steps; a loop may err in one of a few: `a_step_after_each_micro_batch`
