@@ -95,7 +95,9 @@ class Calls:
                     setattr(owner, name, function)
 
     def _replace(self) -> None:
-        if len(sys.modules) != self._num_modules:
+        # What another tool, or a watch of ours, had in its place when they were looked for.
+        is_stale = any(vars(at.owner).get(at.name) is not own for at, own, _ in self._known)
+        if is_stale or len(sys.modules) != self._num_modules:
             places = [(place, vars(place.owner)[place.name]) for place in self._places()]
             self._known = [(each, own, self._announcing(each, own)) for each, own in places]
             self._num_modules = len(sys.modules)
