@@ -279,7 +279,10 @@ _ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("item() or detach()", *_STOPS[1:]),
     ),
     ("detach()", _STOPS),
-    *((f"call requires_grad_(False) on {them}", _FREEZE) for them in ("them", "those", "it")),
+    *(
+        (f"call requires_grad_(False) on {them}", (f"{_FREEZE[0]} on {them}", *_FREEZE[1:]))
+        for them in ("them", "those", "it")
+    ),
     (
         "pass use_reentrant=False to checkpoint(), or call requires_grad_(True) on its input "
         "(enable_input_require_grads())",
