@@ -20,7 +20,8 @@ from gradscaler.diagnose._gradients.reading import are_finite, inspect
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.stand_ins import in_place_of
-from gradscaler.diagnose._locate.locate import seam_of
+from gradscaler.diagnose._locate.locate import seam_named, seam_of
+from gradscaler.diagnose._monitor.early_losses import EarlyLosses
 from gradscaler.diagnose._monitor.models import one_model
 from gradscaler.diagnose._monitor.parameters import eps_of
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
@@ -48,6 +49,7 @@ class BackwardLoops:
         self._known: list[Optimizer] = []  # of the latest run
         self._names: dict[int, str] = {}  # of its parameters, by id
         self._observed, self._kept = ObservedScalers(), KeptGradients()
+        self._early: EarlyLosses | None = None  # of the latest run
         self._stepping = 0  # calls of step() that run
         self._loss: Tensor | None = None  # of the latest backward pass
         self._num_passes = 0  # backward passes after the latest step
@@ -68,6 +70,7 @@ class BackwardLoops:
         after_init(adapter.GradScaler, self._see_scaler)
         on_stop.callback(self._observed.remove)
         on_stop.callback(self._end_first)
+        on_stop.callback(self._end_early)
         backward, see = self._framework.Tensor.backward, guarded(self._see_loss)
 
         @in_place_of(backward)
@@ -103,6 +106,10 @@ class BackwardLoops:
         if self._in_first is not None:
             self._in_first.stop()
 
+    def _end_early(self) -> None:
+        if self._early is not None:
+            self._early.stop()
+
     def _see_steps_of(self, kind: Any, name: str) -> None:
         step = getattr(kind, name)
         before, after = guarded(self._before_step), guarded(self._after_step)
@@ -134,6 +141,8 @@ class BackwardLoops:
             self._loss = loss.detach()
             self._kept.before_backward()
             self._see_unstepped()
+            if self._early is not None:
+                self._early.see(loss)
 
     def _see_unstepped(self) -> None:
         """Note a gradient that stays Inf or NaN, before each tenth backward pass without a step."""
@@ -141,8 +150,7 @@ class BackwardLoops:
         few = UNSTEPPED_LOSSES * self._most_passes
         if self._stepping or self._num_passes % few or self._is_scaled:
             return
-        every = {id(p): p for each in (*self._known, *self._new) for p in _parameters_of(each)}
-        held = [p for p in every.values() if p.grad is not None]
+        held = [p for p in self._held().values() if p.grad is not None]
         if are_finite(p.grad for p in held):
             return
         found = next((each for each in held if inspect(each.grad)), None)
@@ -152,6 +160,10 @@ class BackwardLoops:
             self._begin(LOOP, None)
         if (run := self._runs.open.get(LOOP)) is not None:
             run.note_stayed(self._names.get(id(found), found.name), few)
+
+    def _held(self) -> dict[int, Tensor]:
+        """The parameters of all optimizers, by their ids."""
+        return {id(p): p for each in (*self._known, *self._new) for p in _parameters_of(each)}
 
     @property
     def _is_scaled(self) -> bool:
@@ -169,6 +181,9 @@ class BackwardLoops:
         is_kept, name = self._kept.take(optimizer), self._name_of(optimizer)
         for run in self._runs.open.values() if is_kept else ():
             run.note_unzeroed(name)
+        events = [] if self._early is None else self._early.take(self._held)
+        for run in self._runs.open.values() if events else ():
+            run.note_events(events)
         trained = [p for p in _parameters_of(optimizer) if p.requires_grad]
         gradients = {self._names.get(id(p), p.name): p.grad for p in trained}
         if LOOP in self._runs.open and gradients and not is_scaled:
@@ -180,6 +195,8 @@ class BackwardLoops:
         if self._stepping or self._runs.is_off:
             return
         self._kept.note_step(optimizer, _parameters_of(optimizer))
+        if self._early is not None:
+            self._early.step_ended()
         self._runs.end_step(LOOP)
 
     def _name_of(self, optimizer: Optimizer) -> str:
@@ -192,12 +209,16 @@ class BackwardLoops:
 
     def _begin(self, key: int, scaler: Any) -> None:
         """Begin a run of the optimizers that were made since the latest one, which ends."""
-        if self._new:
+        is_new = bool(self._new)
+        if is_new:
             self._runs.end()
             self._known = list(self._new)
             self._new.clear()
             self._kept.clear()
         model = self._model_of(self._known)
+        if is_new:
+            self._end_early()
+            self._early = EarlyLosses(seam_named(self._name), model)
         named = [] if model is None else model.named_parameters()
         self._names = {id(parameter): name for name, parameter in named}
         each = [eps_of(optimizer) or 0.0 for optimizer in self._known]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -19,6 +19,7 @@ from gradscaler.diagnose import Finding, Located, Monitor, Verdict, read_run, re
 from gradscaler.diagnose._findings.frameworks import Framework
 from gradscaler.diagnose._graph.guard import guard, guarded
 from gradscaler.diagnose._monitor.models import one_model
+from gradscaler.diagnose._record.events import Counted
 from gradscaler.diagnose._record.located import is_exact
 from gradscaler.diagnose._record.source import show_source_of
 
@@ -146,6 +147,10 @@ class WatchedRun:
     def note_unzeroed(self, name: str) -> None:
         """Note that the step that begins uses gradients that were not zeroed; see Monitor."""
         self._monitor.note_unzeroed(name)
+
+    def note_events(self, events: Iterable[Counted]) -> None:
+        """Note what was seen of the step that is not over."""
+        self._monitor.note_events(events)
 
     def note_stayed(self, name: str, count: int) -> None:
         """Note backward passes without a step, before which a gradient held an Inf or NaN."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
 from copy import deepcopy
@@ -148,8 +148,15 @@ def seam_of(model: Module) -> EagerSeam:
         for name, module in modules.items()
         for own, parameter in own_parameters_of(module)
     )
-    kind = {"paddle": PaddleSeam, "tensorplay": TensorPlaySeam}[framework_of(model).__name__]
-    return kind(modules, parameters)
+    return seam_named(framework_of(model).__name__, modules, parameters)
+
+
+def seam_named(
+    framework: str, modules: Mapping[str, Module] | None = None, parameters: Iterable[Owned] = ()
+) -> EagerSeam:
+    """What shows the operations of TensorPlay or Paddle, and of these modules."""
+    kind = {"paddle": PaddleSeam, "tensorplay": TensorPlaySeam}[framework]
+    return kind(modules or {}, parameters)
 
 
 @contextmanager

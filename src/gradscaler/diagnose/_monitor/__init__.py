@@ -36,6 +36,7 @@ from gradscaler.diagnose._monitor.start_line import (
 )
 from gradscaler.diagnose._monitor.step_log import OnStuck, StepLog
 from gradscaler.diagnose._monitor.traced_scalers import policy_of, state_of
+from gradscaler.diagnose._record.events import Counted, of_unzeroed
 from gradscaler.diagnose._record.finding import Finding, Verdict
 from gradscaler.diagnose._record.formats import format_named
 from gradscaler.diagnose._record.lines import Start
@@ -347,7 +348,12 @@ class Monitor:
             name: a module or a parameter whose gradient that is.
         """
         if self._is_open:
-            self._source.note_unzeroed(name)
+            self._source.note(of_unzeroed(name))
+
+    def note_events(self, events: Iterable[Counted]) -> None:
+        """Note what ``gradscaler run`` saw of the step that is not over."""
+        if self._is_open:
+            self._source.note(events)
 
     def at_samples(self, look: Callable[[], None]) -> None:
         """Call a function in each step of PyTorch that is sampled, when its optimizer begins it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
@@ -43,7 +43,7 @@ from gradscaler.diagnose._monitor.used_gradients import (
     SharedParameters,
     UsedGradients,
 )
-from gradscaler.diagnose._record.events import Counted, Event, of_unzeroed
+from gradscaler.diagnose._record.events import Counted, Event
 from gradscaler.diagnose._record.lines import BadStep
 from gradscaler.diagnose._record.step import Step
 from gradscaler.outcome import HISTORY_LENGTH, StepOutcome
@@ -213,9 +213,9 @@ class EagerObserver(StepSource):
             self._measure(optimizer, scale)
 
     @closes_if_asked
-    def note_unzeroed(self, name: str) -> None:
-        """Note that a backward pass adds to gradients that a step has used."""
-        self._iterations.latest.events += of_unzeroed(name)
+    def note(self, events: Iterable[Counted]) -> None:
+        """Note events of the step that is not over."""
+        self._iterations.latest.events += events
 
     def _note_repeated(self) -> None:
         self._iterations.latest.note(Event.REPEATED)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from gradscaler.diagnose._monitor.step_source import StepSource
 from gradscaler.diagnose._monitor.streaks import MOST_NONFINITE
 from gradscaler.diagnose._monitor.traced_scalers import ScalerState, number_of, policy_of, state_of
 from gradscaler.diagnose._monitor.undivided import undivided
-from gradscaler.diagnose._record.events import Counted, Event, of_unzeroed
+from gradscaler.diagnose._record.events import Counted, Event
 from gradscaler.diagnose._record.lines import BadStep, Optimizers
 from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._record.step import Step
@@ -90,9 +90,9 @@ class Recorder(StepSource):
         """The steps that are over; the latest may not be in the log yet."""
         return self._steps
 
-    def note_unzeroed(self, name: str) -> None:
-        """Note that a backward pass adds to gradients that a step has used."""
-        self.events += of_unzeroed(name)
+    def note(self, events: Iterable[Counted]) -> None:
+        """Note events of the step that is recorded next."""
+        self.events += events
 
     def record(
         self,

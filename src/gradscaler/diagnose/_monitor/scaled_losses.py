@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from gradscaler.diagnose._gradients.arrays import alone, dtype_name
@@ -24,6 +23,7 @@ from gradscaler.diagnose._graph.nodes import (
 from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.summands import adds_a_constant, summands_of
 from gradscaler.diagnose._graph.zero_losses import end_of
+from gradscaler.diagnose._monitor.listed import in_lists
 from gradscaler.diagnose._operations.operation import Role
 from gradscaler.diagnose._operations.rows import names_with
 from gradscaler.diagnose._record.events import Counted, Event
@@ -48,7 +48,6 @@ _KEEP_TARGETS = names_with(Role.COMPARES)
 _DIFFERENCES = "expand", "sub", "to", *_KEEP_TARGETS
 _RESHAPES = "unsqueeze", "index"
 _LEAST_SCALE = 256.0  # a smaller power of 2 is rather the size of a batch
-_MOST_LISTED = 1000  # elements of a list, of which any may be a layer
 _CLOSE = 1e-2  # of the largest number, for differences that were rounded to bfloat16
 
 
@@ -151,7 +150,7 @@ class ScaledLosses:
     def note_unheld(self, unheld: Sequence[Tensor], model: Any) -> None:
         """Note parameters that are neither the model's nor an optimizer's."""
         ids = {id(parameter) for parameter in unheld}
-        listed = {id(p): name for name, p in _in_lists(model) if id(p) in ids}
+        listed = {id(p): name for name, p in in_lists(model) if id(p) in ids}
         if listed:
             first = next(iter(listed.values()))
             self.mistakes[Event.UNREGISTERED] = f"{len(listed)} parameters ({first} first)"
@@ -227,32 +226,6 @@ def _power_of_2(node: Node) -> float | None:
         return None
     value = float(factor) if factor.device.type == "cpu" else 0.0
     return value if value > 1 and math.frexp(value)[0] == 0.5 else None
-
-
-def _in_lists(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of modules in the lists and dicts of a model's modules, which hide them."""
-    for module_name, module in () if model is None else model.named_modules():
-        for name, held in vars(module).items():
-            if name not in ("_modules", "_parameters") and not name.endswith("_hooks"):
-                yield from _in_list(held, f"{module_name}.{name}".lstrip("."))
-
-
-def _in_list(held: Any, name: str, depth: int = 2) -> Iterator[tuple[str, Tensor]]:
-    """The parameters in a list, set or dict, of which another one may be an element."""
-    nn: Any = sys.modules["torch"].nn
-    pairs: Iterable[tuple[Any, Any]] = ()
-    if isinstance(held, dict):
-        pairs = held.items()
-    elif isinstance(held, (list, tuple, set)):
-        pairs = enumerate(held)
-    for key, each in islice(pairs, _MOST_LISTED):
-        place = f"{name}[{key!r}]"
-        if isinstance(each, nn.Parameter):
-            yield place, each
-        elif isinstance(each, nn.Module):
-            yield from each.named_parameters(place)
-        elif depth > 1:
-            yield from _in_list(each, place, depth - 1)
 
 
 def _divides_by_inf(node: Node) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from gradscaler.diagnose._monitor.step_log import StepLog
+from gradscaler.diagnose._record.events import Counted
 from gradscaler.diagnose._record.located import Located
 
 
@@ -33,8 +34,8 @@ class StepSource:
         """The steps that are over; the latest may not be in the log yet."""
         raise NotImplementedError
 
-    def note_unzeroed(self, name: str) -> None:
-        """Note that a backward pass adds to gradients that a step has used."""
+    def note(self, events: Iterable[Counted]) -> None:
+        """Note events of the step that is not over."""
         raise NotImplementedError
 
     def read(self) -> None:

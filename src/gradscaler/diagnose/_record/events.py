@@ -70,17 +70,20 @@ class Event(Enum):
     # A float16 divisor was Inf.
     ABSORBED = "absorbed", "scaled_losses", "loss_graphs gradient_values"
     ENDED = "ended", "scaled_losses", "loss_graphs"  # it is 0, and each way from it ends
-    TWICE = "twice", "scaled_losses", "loss_graphs"  # it takes probabilities for logits
+    # It takes probabilities for logits.
+    TWICE = "twice", "scaled_losses early_losses", "loss_graphs"
     CUT = "cut", "scaled_losses", "loss_graphs"  # a ReLU makes its logits
     LINEAR = "linear", "scaled_losses", "loss_graphs"  # kl_div takes probabilities for logarithms
     CONSTANT = "constant", "observer", "loss_graphs"  # its term depends on nothing that is trained
     # It reads the result of autograd.grad(), which has no graph: at that call.
     GRAPHLESS = "graphless", "observer", "loss_graphs"
     ACROSS = "across", "scaled_losses", "loss_graphs"  # log-probabilities over the batch
-    BROADCAST = "broadcast", "scaled_losses", "loss_graphs"  # n outputs with n targets each
+    # It compares n outputs with n targets each.
+    BROADCAST = "broadcast", "scaled_losses early_losses", "loss_graphs"
     FLAT = "flat", "scaled_losses", "learning"  # it is behind many of sigmoid and tanh in a row
     UNHELD = "unheld", "scaled_losses", "learning"  # it depends on what no model and optimizer has
-    UNREGISTERED = "unregistered", "scaled_losses", "loss_graphs"  # in a list of the model's
+    # It depends on those in a list of the model's.
+    UNREGISTERED = "unregistered", "scaled_losses early_losses", "loss_graphs"
 
     # Calls of load_state_dict() between steps, at their line, from the module's own tensors.
     ONTO_ITSELF = "onto_itself", "observer", "calls"

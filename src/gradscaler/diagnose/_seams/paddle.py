@@ -8,7 +8,7 @@ from typing import Any
 from weakref import ref
 
 from gradscaler.diagnose._gradients.reading import Tensor
-from gradscaler.diagnose._graph.call_site import called
+from gradscaler.diagnose._graph.call_site import differentiated
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._seams.calls import Calls, Place, imported
 from gradscaler.diagnose._seams.eager import EagerSeam, Node
@@ -62,7 +62,7 @@ class PaddleSeam(EagerSeam):
 
     def name(self, node: Node) -> str:
         """The operation of a node, such as that of ``CastGradNode``."""
-        return called(node.name().partition("GradNode")[0].lower())
+        return differentiated(node.name().replace("GradNode", "Backward"))
 
     def before(self, node: Node) -> list[Node]:
         """The nodes that get the gradients that a node makes."""

@@ -25,7 +25,7 @@ _DUNDERS = frozenset(
     )
 )
 _METHODS = "method_descriptor", "instancemethod"
-_OVERLOAD = re.compile("(Tensor|Scalar|Self|Int|Dim)(?=Backward)")
+_OVERLOAD = re.compile("(Tensor|Scalar|Self|Int|Dim)+(?=Backward)")
 
 
 def _places() -> Iterator[Place]:
