@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import gradscaler
+from gradscaler.diagnose import locate
 from tests.support.eager import library
 
 fw = library.framework
@@ -223,3 +224,16 @@ def test_layers_in_a_list_that_are_meant_so_are_not_told(watch, why):
     model.register_forward_pre_hook(move)
     train(model, mean_square, others=others)
     assert "does not know" not in watch.verdict.text
+
+
+def test_a_search_after_a_watch_has_ended_sees_all(tmp_path):
+    model = classifier()
+    with gradscaler.watch(tmp_path):
+        train(model, softmax_twice)
+
+    def fails():
+        loss = fw.log((model(tensor(DATA)) * 0).sum())
+        loss.backward()
+
+    found = locate(model, fails)
+    assert (found.kind, found.operation) == ("forward", "log")
