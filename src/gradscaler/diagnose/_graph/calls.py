@@ -77,7 +77,7 @@ class Call:
     @property
     def numbers(self) -> list[NDArray[Any]]:
         """The numbers that it reads and that hold an Inf or NaN, as arrays of NumPy."""
-        return nonfinite_numbers(self._args)
+        return nonfinite_numbers(self.args)
 
     @property
     def operation(self) -> str:
