@@ -46,6 +46,7 @@ def locate_jax(fn: Callable[..., object], *args: object) -> Located | None:
 
     Returns:
         ``module`` is None, and ``operation`` is the primitive or the function, such as ``"log"``.
+        A primitive has JAX's name, such as ``"integer_pow"``, where ``locate`` says ``"pow"``.
         If an argument or a constant is not finite, the ``kind`` is ``"input"``, and ``parameter``
         is the argument's name and path, such as ``"params['w']"``. None if all results are finite.
         JAX before 0.7 does not record which primitives belong to a backward pass, so there all
