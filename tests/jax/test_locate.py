@@ -334,7 +334,11 @@ def test_the_forward_pass_comes_first_whatever_the_order_of_the_results():
 
 @pytest.mark.parametrize(
     ("name", "function"),
-    [("norm", jnp.linalg.norm), ("std", jnp.std), ("dot_general", lambda x: (x.T @ x).sum())],
+    [
+        ("norm", jnp.linalg.norm),
+        ("std", jnp.std),
+        ("dot_general", lambda x: (x.T @ x).sum()),
+    ],
 )
 def test_a_function_that_is_several_primitives_is_named_as_it_was_called(name, function):
     factor = 1e30 if name == "dot_general" else 0
@@ -344,6 +348,21 @@ def test_a_function_that_is_several_primitives_is_named_as_it_was_called(name, f
 
     found = locate_jax(jax.value_and_grad(loss), INPUTS)
     assert found.operation == name
+
+
+@pytest.mark.parametrize(
+    ("exponent", "shift", "name"),
+    [(-0.7, 0, "pow"), (-1, 0, "integer_pow"), (100, 100, "integer_pow")],
+)
+def test_a_power_says_its_exponent_and_its_largest_base(exponent, shift, name):
+    found = locate_jax(lambda x: ((x * 0 + shift) ** exponent).sum(), INPUTS)
+    assert (found.operation, found.largest_input) == (name, shift)
+    assert found.exponent == pytest.approx(exponent)
+
+
+def test_a_power_whose_exponents_differ_says_none():
+    found = locate_jax(lambda x: ((x * 0) ** -jnp.arange(1.0, 5.0)).sum(), INPUTS)
+    assert (found.operation, found.exponent) == ("pow", None)
 
 
 @pytest.mark.parametrize("is_alone", [True, False])

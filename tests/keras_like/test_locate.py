@@ -179,6 +179,14 @@ def test_an_operation_of_the_loss_is_named_with_its_line(loss_of):
     assert (found.smallest_divisor == 0) == (loss_of is division_by_0)
 
 
+@pytest.mark.parametrize(("exponent", "shift"), [(-0.7, 0.0), (20.0, 100.0)])
+def test_a_power_tells_its_exponent(exponent, shift):
+    model = make()
+    found = locate(model, step_of(model, lambda y: ops.mean((y * 0 + shift) ** exponent)))
+    assert (found.kind, found.operation) == ("forward", "pow")
+    assert found.exponent == pytest.approx(exponent)
+
+
 @pytest.mark.parametrize("loss_of", BACKWARD)
 def test_an_operation_whose_gradient_fails_has_the_line_of_the_forward_pass(loss_of):
     if BACKEND == "torch" and loss_of in (norm_of_0, std_of_one):

@@ -294,6 +294,14 @@ def test_a_number_from_outside_of_mindspore_is_an_input(net, x, operation):
     assert (found.kind, found.operation, found.is_number) == ("input", operation, True)
 
 
+@pytest.mark.parametrize(("exponent", "shift"), [(-0.5, 0.0), (20.0, 100.0)])
+def test_a_power_tells_its_exponent(net, x, exponent, shift):
+    found = located(net, lambda y: ((y * 0 + shift) ** exponent).mean(), x)
+    assert (found.operation, found.exponent) == ("pow", exponent)
+    found = located(net, lambda y: (2.0 ** (y * 0 + 200)).mean(), x)
+    assert (found.operation, found.exponent) == ("pow", None)
+
+
 def test_states_of_random_functions_are_left_as_they_were(net):
     def draw():
         return ops.dropout(Tensor(np.ones(32, np.float32))) + ops.standard_normal((32,))

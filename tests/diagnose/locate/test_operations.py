@@ -378,6 +378,37 @@ def test_a_division_by_a_number_says_it():
     assert locate(model, closure).smallest_divisor == 1e-4
 
 
+NEGATIVE = torch.tensor(-0.5)
+
+
+def without_a_graph(h, power):
+    with torch.no_grad():
+        weights = power(torch.tensor([0.0, 400.0]))
+    return (h.float()[:, :2] * weights).sum()
+
+
+@pytest.mark.parametrize(
+    ("power", "exponent"),
+    [
+        (lambda x: x**-0.5, -0.5),
+        (lambda x: x.pow(exponent=-2), -2.0),
+        (lambda x: torch.pow(x, NEGATIVE), -0.5),
+        (lambda x: (x + 100) ** 20, 20.0),
+        (lambda x: 2 ** (x + 200), None),
+        (lambda x: x ** torch.tensor([-1.0, -2.0]), None),
+    ],
+)
+@pytest.mark.parametrize("has_graph", [True, False])
+def test_a_power_says_its_exponent_if_it_is_one_number(power, exponent, has_graph):
+    def loss(h):
+        return power(h.float()[:, :2] * 0).sum() if has_graph else without_a_graph(h, power)
+
+    model, closure = trained(loss)
+    found = locate(model, closure)
+    assert (found.kind, found.operation, found.exponent) == ("forward", "pow", exponent)
+    assert f"; exponent {exponent}" in str(found) or exponent != -0.5
+
+
 def test_a_number_divided_by_a_tensor_is_a_division_by_it():
     counts = torch.tensor([0.0, 3.0])
 

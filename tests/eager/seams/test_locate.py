@@ -228,6 +228,13 @@ def test_a_division_tells_its_divisor_and_the_largest_input(model):
     assert found_in(model, division_by_a_number).smallest_divisor == 0
 
 
+@pytest.mark.parametrize(("exponent", "shift"), [(-0.5, 0.0), (20, 100.0)])
+def test_a_power_tells_its_exponent_and_the_largest_base(model, exponent, shift):
+    found = found_in(model, lambda h: ((h * 0 + shift) ** exponent).sum())
+    assert (found.operation, found.exponent, found.largest_input) == ("pow", exponent, shift)
+    assert found_in(model, lambda h: (2 ** (h * 0 + 200)).sum()).exponent is None
+
+
 def test_an_inf_that_the_closure_reads_as_a_number_is_followed(model):
     def loss(h):
         logs = (h * 0).log().mean()  # read

@@ -115,8 +115,9 @@ class CallOrigins:
         def made() -> Located:
             site = self._places.site_at(call.frame, call.operation)
             largest = largest_of(each.largest for each in call.readings)
-            of = {"smallest_divisor": call.divisor, "is_number": bool(numbers)}
-            return located_at(site, "forward", tensor, largest, **of)
+            known = {"smallest_divisor": call.divisor, "exponent": call.exponent}
+            is_number = bool(numbers)
+            return located_at(site, "forward", tensor, largest, **known, is_number=is_number)
 
         makes_masks = call.operation not in ADDS_UP
         return result(reading, not tensor.ndim, values, makes_masks, made).origin

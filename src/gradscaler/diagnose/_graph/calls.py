@@ -25,6 +25,7 @@ from gradscaler.diagnose._gradients.reading import (
 )
 from gradscaler.diagnose._graph.call_site import called, operation_of
 from gradscaler.diagnose._graph.nodes import kept
+from gradscaler.diagnose._graph.site import exponent_in
 from gradscaler.diagnose._graph.stand_ins import calling_for
 from gradscaler.diagnose._operations.operation import Role
 from gradscaler.diagnose._operations.rows import names_with
@@ -111,6 +112,12 @@ class Call:
         if not found or any(found[0] is changed for changed in self.outputs):
             return None
         return float(found[0].detach().abs().min())
+
+    @property
+    def exponent(self) -> float | None:
+        """The exponent of a power, if it is one number and not the input of ``2 ** x``."""
+        operands = [*self._args, *self._kwargs.values()]
+        return None if self.name == "__rpow__" else exponent_in(self.operation, operands)
 
 
 class CallWatch:

@@ -18,6 +18,7 @@ from gradscaler.diagnose._graph.nodes import (
     is_leaf,
     is_opaque,
     reads_unknown,
+    saved,
 )
 from gradscaler.diagnose._graph.origin import (
     Origin,
@@ -26,7 +27,7 @@ from gradscaler.diagnose._graph.origin import (
     smallest_divisor,
 )
 from gradscaler.diagnose._graph.places import Places
-from gradscaler.diagnose._graph.site import Site, located_at
+from gradscaler.diagnose._graph.site import Site, exponent_in, located_at
 from gradscaler.diagnose._graph.slopes import bad_in, is_steep
 from gradscaler.diagnose._graph.summands import summand_of
 from gradscaler.diagnose._graph.values import Values
@@ -81,6 +82,8 @@ class GraphReader:
         is_likely = has_packed(origin.node) and reads_unknown(origin.node)
         summand = self._summand_of(origin.node, loss.grad_fn)
         known: Any = {"smallest_divisor": divisor, "is_likely": is_likely, "summand": summand}
+        operands = None, saved(origin.node, "exponent")
+        known["exponent"] = exponent_in(site.operation, operands)
         known["way"] = _way_to(origin.node, origin.number, values)
         before = _exponential_before(origin.node, values)
         if before is not None:

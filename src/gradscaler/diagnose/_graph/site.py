@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from gradscaler.diagnose._gradients.arrays import Array, dtype_name, to_numpy
 from gradscaler.diagnose._gradients.reading import count_nonfinite
+from gradscaler.diagnose._operations.rows import canonical
 from gradscaler.diagnose._record.located import Located
 
 
@@ -16,6 +19,24 @@ class Site(NamedTuple):
     line: str | None = None
     module: str | None = None
     type: str = ""
+
+
+def exponent_in(operation: str | None, operands: Sequence[Any]) -> float | None:
+    """The exponent of a power, its second operand; None if that is not one real number.
+
+    >>> exponent_in("pow", [2.0, -0.5]), exponent_in("mul", [2.0, -0.5])
+    (-0.5, None)
+    """
+    if len(operands) < 2 or canonical(operation or "") != "pow":
+        return None
+    exponent = operands[1]
+    if not isinstance(exponent, (int, float)):
+        if math.prod(getattr(exponent, "shape", (0,))) != 1:
+            return None
+        # A copy, as in located_at. Complex numbers become two each.
+        values = to_numpy(exponent.detach().clone() if hasattr(exponent, "detach") else exponent)
+        exponent = values.item() if values.size == 1 else None
+    return None if exponent is None else float(exponent)
 
 
 def located_at(

@@ -42,6 +42,7 @@ class Located:
             operation, it is the line that called the module. None if it is not known.
         smallest_divisor: the smallest magnitude of the divisor of a division in a forward pass;
             None if the operation is not a division, or overwrote its divisor.
+        exponent: the exponent of a power in a forward pass, if it is one number and known.
         is_likely: whether this is a conclusion from which gradients were bad, and not yet seen. No
             numbers are known then. They are not known either, and the size is 0, if a gradient was
             Inf or NaN because the operation read a number at which its slope is Inf.
@@ -73,6 +74,7 @@ class Located:
     operation: str | None = None
     line: str | None = None
     smallest_divisor: float | None = None
+    exponent: float | None = None
     is_likely: bool = False
     summand: str | None = None
     way: str | None = None
@@ -134,6 +136,8 @@ class Located:
         """What else is known."""
         if self.smallest_divisor is not None:
             yield f"smallest divisor {self.smallest_divisor:g}"
+        if self.exponent is not None:
+            yield f"exponent {self.exponent:g}"
         if self.way is not None:
             yield self.way
         if self.enlarged_by is not None:

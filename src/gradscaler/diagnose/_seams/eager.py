@@ -27,11 +27,10 @@ from gradscaler.diagnose._operations.rows import names_with
 from gradscaler.diagnose._record.formats import FORMATS
 from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._seams.calls import Calls
-from gradscaler.diagnose._seams.judge import Judge, JudgedSeam, Owned
+from gradscaler.diagnose._seams.judge import TAKES_NUMBERS, Judge, JudgedSeam, Owned
 
 Node = Any
 
-_DIVIDES = names_with(Role.DIVIDES)
 # Their gradients are copies, or sums of copies, of what they are given.
 _COPIES = {"sum"}.union(*map(names_with, (Role.MOVES, Role.ADDS, Role.STACKS)))
 _SMALL = 0.5  # times the largest number: what is added to it was at least as large
@@ -250,13 +249,13 @@ class EagerSeam(JudgedSeam, ABC):
     def _inputs(self, operands: Iterable[Any], site: Site) -> Iterator[Tensor]:
         """The floating-point tensors in operands, and some of the numbers.
 
-        Those are the finite ones of a quotient, and in the forward pass an Inf or NaN whose origin
-        is known. In the backward pass, the user's own code makes its gradients of them.
+        Those are the finite ones of a quotient or a power, and in the forward pass an Inf or NaN
+        whose origin is known. In the backward pass, the user's own code makes its gradients of them.
         """
         for each in operands:
             bad = [] if self._depth > 0 else self._judge.numbers_in([each], site)
             yield from bad
-            if not bad and type(each) in (int, float) and site.operation in _DIVIDES:
+            if not bad and type(each) in (int, float) and site.operation in TAKES_NUMBERS:
                 yield np.float64(each)
             yield from self._numbers_in(each)
 

@@ -8,6 +8,8 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from gradscaler.diagnose._gradients.arrays import dtype_name
 from gradscaler.diagnose._graph.call_site import is_of_users_file, users_line
 from gradscaler.diagnose._graph.site import Site
@@ -169,7 +171,8 @@ class JaxSeam(JudgedSeam):
             outputs = equation.primitive.bind(*inputs, **params)
             return list(outputs) if equation.primitive.multiple_results else [outputs]
 
-        return self._see(name, bind, inputs, place)
+        exponent = [np.float64(params["y"])] if name == "integer_pow" else []
+        return self._see(name, bind, [*inputs, *exponent], place)
 
     def _see(
         self, name: str, bind: Callable[[], list[Array]], arrays: Sequence[Array], place: _Place

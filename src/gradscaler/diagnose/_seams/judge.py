@@ -23,12 +23,13 @@ from gradscaler.diagnose._gradients.reading import (
 )
 from gradscaler.diagnose._graph.call_site import is_of_users_file, users_line
 from gradscaler.diagnose._graph.masks import ADDS_UP, ARITHMETIC, FILLS, TAKES_MASKS, Value, result
-from gradscaler.diagnose._graph.site import Site, located_at
+from gradscaler.diagnose._graph.site import Site, exponent_in, located_at
 from gradscaler.diagnose._operations.operation import Role
 from gradscaler.diagnose._operations.rows import canonical, names_with, row_of
 from gradscaler.diagnose._record.located import BadGradient, Located
 
 DIVIDES = names_with(Role.DIVIDES)
+TAKES_NUMBERS = DIVIDES | {"pow"}  # a number in the code decides: a divisor, an exponent
 MOVES = names_with(Role.MOVES)
 
 Pass = Literal["forward", "backward"]
@@ -235,11 +236,14 @@ class Judge:
             return Value(reading)  # it is meant as a mask
 
         def made() -> Located:
-            largest = largest_of(value.reading.largest for value in values)
+            exponent = exponent_in(operation, inputs) if kind == "forward" else None
+            given = values if exponent is None else values[:1]
+            largest = largest_of(value.reading.largest for value in given)
             divisor = None
             if kind == "forward" and operation in DIVIDES and len(inputs) > 1:
                 divisor = smallest(inputs[1], values[1].reading)
-            return located_at(site, kind, output, largest, smallest_divisor=divisor)
+            known = {"smallest_divisor": divisor, "exponent": exponent}
+            return located_at(site, kind, output, largest, **known)
 
         return result(reading, not _dimensions(output), values, makes_masks, made)
 

@@ -28,7 +28,7 @@ from gradscaler.diagnose._graph.masks import Value
 from gradscaler.diagnose._graph.site import Site
 from gradscaler.diagnose._operations.rows import canonical
 from gradscaler.diagnose._record.located import Located
-from gradscaler.diagnose._seams.judge import DIVIDES, Judge, JudgedSeam, Owned, Pass
+from gradscaler.diagnose._seams.judge import TAKES_NUMBERS, Judge, JudgedSeam, Owned, Pass
 
 Cell = Any
 Node = Any
@@ -144,10 +144,8 @@ class Seam(JudgedSeam):
         for tensor in inputs:  # slices, and copies that make a tensor contiguous, are not seen
             if read(tensor).bad and self._judge.origin_of(tensor) is None:
                 self._judge.note(tensor, self._judge.origin_of_copy(tensor))
-        if site.operation in DIVIDES:  # the divisor may be a number, or whole numbers
-            given = self._tensors(args, of_all=True)
-            numbers = (each for each in args if isinstance(each, (int, float)))
-            inputs = given + [np.asarray(each) for each in numbers if not nonfinite_numbers([each])]
+        if site.operation in TAKES_NUMBERS:  # the divisor may be a number, or whole numbers
+            inputs = [each for each in self._operands(args) if not nonfinite_numbers([each])]
         inputs = [*inputs, *self._judge.numbers_in(args, site)]
         return _Call(name, site, inputs, self._judge.before(inputs, site))
 
@@ -253,6 +251,12 @@ class Seam(JudgedSeam):
                 self._judge.end_in([gradient])
             elif (origin := self._judge.origin_of(gradient)) is not None:
                 self._given.setdefault((before._unique_id(), number), origin)
+
+    def _operands(self, args: Sequence[Any]) -> Iterator[Tensor]:
+        """The tensors and the numbers among arguments, in their order."""
+        for each in args:
+            is_number = isinstance(each, (int, float))
+            yield from [np.asarray(each)] if is_number else self._tensors(each, of_all=True)
 
     def _tensors(self, tree: object, of_all: bool = False) -> list[Tensor]:
         """The tensors in a structure: those of floating-point and complex numbers, or all."""
