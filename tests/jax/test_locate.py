@@ -338,6 +338,8 @@ def test_the_forward_pass_comes_first_whatever_the_order_of_the_results():
         ("norm", jnp.linalg.norm),
         ("std", jnp.std),
         ("dot_general", lambda x: (x.T @ x).sum()),
+        ("logit", lambda x: jax.scipy.special.logit(x).sum()),
+        ("logit", lambda x: jax.scipy.special.logit(1 - x).sum()),
     ],
 )
 def test_a_function_that_is_several_primitives_is_named_as_it_was_called(name, function):

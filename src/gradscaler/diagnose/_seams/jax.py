@@ -139,7 +139,7 @@ class JaxSeam(JudgedSeam):
                 forward.update(map(id, equation.invars))
             line, called = _call_of(equation)
             if line is None:
-                line, called = place.line, place.called
+                line, called = place.line, place.called or called
             layer = self._layer_of(equation, place)
             places.append(_Place(line, kind, found, called, layer=layer))
         return _with_forward(jaxpr.eqns, places[::-1])
@@ -282,7 +282,7 @@ def _call_of(equation: Equation) -> tuple[str | None, str | None]:
             line = users_line((each.file_name, each.line_num) for each in (frame, *frames))
             return line, None if called == canonical(equation.primitive.name) else called
         called = _known(frame.function_name) or called
-    return None, None
+    return None, None if called == canonical(equation.primitive.name) else called
 
 
 def _known(function: str) -> str | None:
