@@ -1,5 +1,8 @@
 """The rows of operations that are primitives of JAX: their names, poles and largest inputs."""
 
+import re
+from itertools import product
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -18,6 +21,7 @@ CALLS = {
     "asinh": lax.asinh,
     "atan": lax.atan,
     "atanh": lax.atanh,
+    "betainc": lambda x: lax.betainc(0.5, 0.5, x),
     "cbrt": lax.cbrt,
     "cosh": lax.cosh,
     "digamma": lax.digamma,
@@ -129,7 +133,46 @@ STEEP = [
         to.NORM_SLOPE,
         lambda x: jnp.sqrt((x[None] * x[None]).sum(-1) + 1e-6),
     ),
+    (
+        "std",
+        lambda x: jnp.array([x, x]).std(),
+        to.DEVIATION_SLOPE,
+        lambda x: jnp.sqrt(jnp.array([x, x]).var() + 1e-6),
+    ),
 ]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("at", [-0.5, 0.0, 1.0, 1.5])
+def test_a_repair_cures_an_incomplete_beta_function(at, dtype):
+    repair = row_of("betainc").repair(Seen(dtype, is_backward=True, has_nan=True))
+    assert repair is to.INCOMPLETE_BETA
+    margin = float(re.search(r"1e-\d", repair.said_of(Seen(dtype)))[0])
+
+    def cured(x):
+        return lax.betainc(*jnp.array([0.5, 0.5], dtype), jnp.clip(x, margin, 1 - margin))
+
+    made, slope = jax.value_and_grad(cured)(jnp.asarray(at, dtype))
+    assert jnp.isfinite(made)
+    assert jnp.isfinite(slope)
+
+
+# Where a number is clipped, JAX multiplies the slope at the bound by 0: one of Inf gives NaN.
+@pytest.mark.parametrize(
+    ("name", "is_backward"),
+    [*product(("div", "rsqrt", "pow", "log"), (True, False)), ("sqrt", True)],
+)
+def test_a_bound_near_0_is_wide_enough_for_float16(name, is_backward):
+    seen = Seen("float16", is_backward, has_inf=True, divisor=0.0, exponent=-1.0)
+    said = row_of(name).repair(seen).said_of(seen)
+    bound = float(re.search(r"take (1e-\d)", said)[1])
+    function = {**CALLS, "div": lambda x: 1 / x}[name]
+    for number in (0.0, 1e-3, bound):
+        x = jnp.asarray(number, jnp.float16)
+        made, slope = jax.value_and_grad(lambda x: function(jnp.clip(x, bound)))(x)
+        assert made.dtype == jnp.float16
+        assert jnp.isfinite(made)
+        assert jnp.isfinite(slope)
 
 
 @pytest.mark.parametrize(("name", "function", "repair", "cured"), STEEP)

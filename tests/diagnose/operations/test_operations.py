@@ -21,7 +21,7 @@ from gradscaler.diagnose._operations.rows import OPERATIONS, names_with, row_of
 INF, HALF, SINGLE, DOUBLE = math.inf, torch.float16, torch.float32, torch.float64
 DTYPES = HALF, torch.bfloat16, SINGLE
 GRID = [x / 4 for x in range(-14, 15)]
-ELSEWHERE = {"cbrt"}  # of JAX alone: see tests/jax/test_operations.py
+ELSEWHERE = {"betainc", "cbrt"}  # of JAX alone: see tests/jax/test_operations.py
 # How an operation is called with the one number that decides.
 CALLS = {
     "addcdiv": lambda x: torch.addcdiv(torch.zeros_like(x), torch.ones_like(x), x),
@@ -115,39 +115,51 @@ BESIDE_1 = {
     to.ACOSH: lambda margin: at_least(1 + margin),
     to.ATANH: lambda margin: within(-1 + margin, 1 - margin),
 }
+# A bound near 0, which a text may say for float16.
+NEAR_0 = {
+    to.LOG,
+    to.LOG_OF_0,
+    to.LOG_SLOPE,
+    to.ROOT_SLOPE,
+    to.RSQRT_OF_NEGATIVE,
+    to.RSQRT,
+    to.POWER_OF_0,
+    to.POWER_SLOPE,
+    to.DIVISION,
+    to.ZERO_BY_0,
+}
 CURES = {
-    to.LOG: at_least(1e-6),
-    to.LOG_OF_0: at_least(1e-6),
     to.LOG_OF_NEGATIVE: lambda function: lambda x: function(F.softplus(x)),
-    to.LOG_SLOPE: at_least(1e-6),
     to.XLOGY: at_least(1e-6),
     to.ENTROPY: at_least(1e-6),
     to.LOG_NDTR: at_least(-30.0),
     to.MASKED_SUMS: at_least(-1e4),
     to.PROBABILITIES_TO_KL: at_least(-1e4),
     to.ROOT_OF_NEGATIVE: at_least(1e-6),
-    to.ROOT_SLOPE: at_least(1e-6),
-    to.RSQRT: at_least(1e-6),
     to.POWER_OF_NEGATIVE: lambda function: lambda x: function(x.abs()),
-    to.POWER_OF_0: at_least(1e-3),
-    to.POWER_SLOPE: at_least(1e-3),
+    to.SQUARE: in_single,
     to.POWER: in_single,
+    to.HIGH_POWER: at_most(10.0),
+    to.POWER_OR_0: within(1e-2, 10.0),
     to.SQUARES: in_single,
     to.EXP_IN_FLOAT16: at_most(10.0),
     to.EXP: at_most(80.0),
+    to.EXP2_IN_FLOAT16: at_most(15.0),
+    to.EXP2: at_most(120.0),
     to.OF_EXPONENTIALS: at_most(10.0),
     to.SCALED_BESSEL: at_most(80.0),
     to.OF_SQUARES: at_least(-9.0),
     to.LOG_RATE: at_most(10.0),
     to.MATRIX_EXP: lambda function: lambda x: function(x / x.norm()),
-    to.DIVISION: at_least(1e-6),
-    to.ZERO_BY_0: at_least(1e-6),
     to.QUOTIENT: in_single,
     to.WEIGHT_NORM: lambda function: lambda x: function(x + 1),
     to.NORM_SLOPE: lambda _: lambda x: torch.sqrt((x * x).sum(-1) + 1e-6),
     to.TAN_SLOPE: within(-1.5, 1.5),
+    to.LGAMMA_IN_FLOAT16: in_single,
     to.GAMMA: at_least(1e-6),
     to.GAMMA_SLOPE: at_least(1e-6),
+    to.ZETA: at_least(1e-6),
+    to.BESSEL_AT_0: at_least(1e-6),
     to.GAMMA_OF_MATRIX: at_least(0.5 + 1e-2),
     to.INCOMPLETE_GAMMA: at_least(1e-6),
     to.SUM: in_single,
@@ -166,7 +178,15 @@ CURES = {
 }
 # These are advice on code, not on numbers; tests of the graph have them. What PyTorch has no
 # slope or NaN for is tried in tests/jax/test_operations.py.
-UNTRIED = {to.COMPILED, to.CHECKPOINTED, to.HOOK, to.BOTH_0, to.OUT_OF_RANGE}
+UNTRIED = {
+    to.COMPILED,
+    to.CHECKPOINTED,
+    to.HOOK,
+    to.BOTH_0,
+    to.DEVIATION_SLOPE,
+    to.INCOMPLETE_BETA,
+    to.OUT_OF_RANGE,
+}
 
 
 def cross_entropy(labels, **options):
@@ -203,9 +223,14 @@ CASES = [
     ),
     ("pow", lambda x: x**0.5, [-1.0]),
     ("pow", lambda x: x**0.5, [0.0]),
-    ("pow", lambda x: x**-0.5, [0.0, 11.0], SINGLE),
-    ("pow", lambda x: x**-0.5, [0.0, 2.0], HALF),
-    ("pow", lambda x: x**2, [300.0], HALF),
+    ("pow", lambda x: x**-0.5, [0.0, 400.0], SINGLE, {"exponent": -0.5}),
+    ("pow", lambda x: x**-0.5, [0.0, 11.0], HALF, {"exponent": -0.5}),
+    ("pow", lambda x: x**2, [300.0], HALF, {"exponent": 2.0}),
+    ("pow", lambda x: x**16, [2.0], HALF, {"exponent": 16.0}, lambda x: (x / 2) ** 16),
+    ("pow", lambda x: x**20, [100.0], SINGLE, {"exponent": 20.0}),
+    ("pow", lambda x: x**-0.5, [0.0, 400.0], SINGLE),  # as where an exponent is learned
+    ("pow", lambda x: x**-0.5, [0.0, 11.0], HALF),
+    ("pow", lambda x: x**20, [100.0], SINGLE),
     ("square", torch.square, [300.0], HALF),
     ("hypot", lambda x: torch.hypot(x, x), [6e4], HALF),
     ("norm", torch.linalg.vector_norm, [6e4] * 4, HALF),
@@ -214,6 +239,7 @@ CASES = [
     ("softplus", lambda x: F.softplus(x, threshold=1000), [800.0], DOUBLE, {}, F.softplus),
     ("linalg_matrix_exp", torch.linalg.matrix_exp, [[800.0, 0.0], [0.0, 800.0]]),
     ("div", lambda x: x / 0.5, [6e4], HALF, {"divisor": 0.5}),
+    ("div", lambda x: x / 0.5, [3e38], SINGLE, {"divisor": 0.5}, lambda x: x / 2),
     ("div", lambda x: (x - x) / x, [0.0], DOUBLE, {"divisor": 0.0}),
     ("normalize", F.normalize, [[0.0, 0.0]], HALF, {}, lambda x: F.normalize(x, eps=1e-4)),
     (
@@ -235,10 +261,21 @@ CASES = [
     ),
     ("std", torch.std, [1.0], DOUBLE, {}, lambda x: x.std(correction=0)),
     ("mean", torch.mean, [], DOUBLE, {}, lambda x: x.sum() / max(1, len(x))),
+    ("nanmean", torch.nanmean, [], DOUBLE, {}, lambda x: x.sum() / max(1, len(x))),
+    ("median", torch.median, [], DOUBLE, {}, torch.sum),  # without such a batch
     ("sum", torch.sum, [6e4, 6e4], HALF),
     ("acos", torch.acos, [1.004]),
     ("asin", torch.asin, [-2.27]),
     ("tan", torch.tan, [1.5703], HALF),
+    ("lgamma", torch.lgamma, [1e4], HALF),
+    (
+        "special_zeta",
+        lambda x: torch.special.zeta(1.0, x),
+        [2.0],
+        DOUBLE,
+        {},
+        lambda x: torch.special.zeta(1.5, x),
+    ),
     ("mvlgamma", lambda x: torch.mvlgamma(x, 2), [0.5]),
     ("matmul", lambda x: x @ x.T, [[300.0, 300.0]], HALF),
     ("matmul", lambda x: x @ x.T, [[300.0, 300.0]], HALF, {"type": "Linear"}),
@@ -252,7 +289,8 @@ CASES = [
         lambda x: x.masked_fill(torch.ones(1, dtype=bool), 0.0),
     ),
     ("mul", lambda x: x * x, [300.0], HALF, {"is_in_model": True}),
-    ("prod", torch.prod, [1e200, 1e200], DOUBLE, {}, lambda x: x.log().sum()),
+    ("prod", torch.prod, [1e200, 1e200], DOUBLE, {}, lambda x: x.abs().log().sum()),
+    ("prod", torch.prod, [1e200, 1e200, 0.0], DOUBLE, {}, lambda x: (x / x.abs().max()).prod()),
     ("cumprod", lambda x: x.cumprod(0), [1e200] * 2, DOUBLE, {}, lambda x: x.log().cumsum(0)),
     ("softmax", lambda x: x.softmax(0), [-INF, -INF]),
     ("log_softmax", lambda x: x.log_softmax(0), [-INF, -INF]),
@@ -275,6 +313,7 @@ CASES = [
     ("linalg_slogdet", lambda x: x.slogdet()[1], ZEROS, DOUBLE, {"is_backward": True}),
     ("linalg_cholesky", lambda x: torch.linalg.cholesky_ex(x)[0], ZEROS),
     ("linalg_inv", lambda x: torch.linalg.inv_ex(x)[0], ZEROS),
+    ("linalg_cond", torch.linalg.cond, [[1.0, 0.0], [0.0, 0.0]]),
     ("linalg_lu_factor", lambda x: torch.linalg.lu_factor_ex(x)[0], ZEROS),
     (
         "linalg_pinv",
@@ -325,9 +364,16 @@ def failure(name, function, numbers, dtype=DOUBLE, more=None, cured=None):
 
 
 def cure_of(repair, seen):
+    if repair in NEAR_0:
+        return at_least(near_0(repair, seen))
     if repair not in BESIDE_1:
         return CURES[repair]
     return BESIDE_1[repair](float(re.search(r"1e-\d|0\.99+", repair.said_of(seen))[0]))
+
+
+def near_0(repair, seen):
+    said = re.search(r"take (1e-\d)", repair.said_of(seen))
+    return float(said[1]) if said else 1e-6
 
 
 def check_cured(cured, numbers, dtype=DOUBLE):
@@ -463,6 +509,28 @@ def test_most_bounds_beside_1_are_tried_in_each_dtype():
         assert tried >= {"log1p", "logit", "acos", "asin", "acosh", "atanh", "erfinv"}
 
 
+def at_0(name):
+    """The repairs of an operation at 0 in float16 that say a bound, and the cured functions."""
+    for case in at_poles(name, HALF):
+        with suppress(NotImplementedError):
+            repair, cured = failure(*case)
+            if case[2] == [0.0] and repair in NEAR_0:
+                yield repair, cured
+
+
+@pytest.mark.parametrize("name", sorted({*WITH_POLES} - ELSEWHERE))
+def test_a_bound_near_0_is_wide_enough_for_float16(name):
+    for repair, cured in at_0(name):
+        bound = near_0(repair, Seen("float16"))
+        for number in (0.0, 1e-3, bound, 1.01 * bound):
+            check_cured(cured, [number], HALF)
+
+
+def test_most_bounds_near_0_are_tried_in_float16():
+    tried = {name for name in {*WITH_POLES} - ELSEWHERE if any(at_0(name))}
+    assert tried >= {"addcdiv", "div", "log", "pow", "reciprocal", "remainder", "rsqrt", "sqrt"}
+
+
 @pytest.mark.parametrize(("name", "dtype"), WITH_LARGEST)
 def test_an_operation_is_inf_beyond_its_largest_input(name, dtype):
     largest, dtype, function = row_of(name).largest[dtype], getattr(torch, dtype), function_of(name)
@@ -486,4 +554,4 @@ def test_a_repair_cures_each_failure(case):
 def test_each_repair_is_tried():
     every = {repair for row in OPERATIONS for repair in (*row.of_value, *row.of_slope)}
     assert {failure(*each)[0] for each in all_failures()} == every - UNTRIED
-    assert CURES.keys() | BESIDE_1.keys() <= every
+    assert CURES.keys() | BESIDE_1.keys() | NEAR_0 <= every

@@ -382,6 +382,16 @@ _ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     (
+        "torch.sqrt(x.var() + 1e-6)",
+        (
+            "paddle.sqrt(x.var() + 1e-6)",
+            "jnp.sqrt(x.var() + 1e-6)",
+            "keras.ops.sqrt(keras.ops.var(x) + 1e-6)",
+            "tf.sqrt(tf.math.reduce_variance(x) + 1e-6)",
+            "ops.sqrt(x.var() + 1e-6)",
+        ),
+    ),
+    (
         "masked_fill()",
         (
             "masked_fill()",

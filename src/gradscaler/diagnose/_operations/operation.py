@@ -49,6 +49,7 @@ class Seen:
         size: how many elements it has.
         largest: the largest finite magnitude of the inputs.
         divisor: the smallest magnitude of the divisor; None if unknown.
+        exponent: the exponent of a power; None if unknown.
         is_in_model: whether a module of the model ran the operation.
         type: the class of the module that ran it; empty if none did.
     """
@@ -60,6 +61,7 @@ class Seen:
     size: int = 1
     largest: float = 0.0
     divisor: float | None = None
+    exponent: float | None = None
     is_in_model: bool = False
     type: str = ""
 
@@ -74,6 +76,7 @@ class Seen:
             located.size,
             located.largest_input,
             located.smallest_divisor,
+            located.exponent,
             located.module is not None,
             located.type,
         )

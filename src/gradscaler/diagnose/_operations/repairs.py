@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gradscaler.diagnose._operations.operation import Repair, Seen
 
 _TINY = 2.0**-14  # the smallest normal number of float16
 # Unit vectors in bfloat16, whose eps is 2**-7, have a product of at most about 1 + 2**-7.
 _LARGEST_BY_ROUNDING = 1.01
-_ROOT_OF_FLOAT16, _ROOT_OF_FLOAT32 = 2.0, 255.0  # the 16th, of the largest number
+_LARGEST_OF_LGAMMA = 8000.0  # in float16
 
 
 def _in_float16(seen: Seen) -> bool:
@@ -20,14 +22,16 @@ def _in_bfloat16(seen: Seen) -> bool:
 
 # Appended to others.
 _WHERE = Repair(", also in where()'s other branch", lambda seen: seen.is_backward)
-# 1 / 1e-5 is beyond float16's 65504.
+# 1 / 1e-5 is beyond float16's 65504, and so is the slope of 1 / x at 1e-3, which is 1 / x**2.
 _LOST_EPS = Repair("; an eps/min below 3e-8 is 0: take 1e-4", _in_float16)
 _LOST_1 = Repair("; bfloat16 rounds 1 - 1e-6 to 1: take 1 - 2**-8, or float32", _in_bfloat16)
 _LOST_BESIDE_MINUS_1 = Repair(
     "; 16 bits round -1 + 1e-6 to -1", lambda seen: seen.dtype in ("float16", "bfloat16")
 )
 _LOST_BESIDE_1 = Repair("; compute it in float32, as 1 - 1e-3 is 1 in bfloat16", _in_bfloat16)
+_STEEP_EPS = Repair("; an eps/min below 3e-8 is 0: take 1e-2", _in_float16)
 _AT_0 = _WHERE, _LOST_EPS
+_BY_0 = _WHERE, _STEEP_EPS
 
 IN_FLOAT32 = Repair("run this module in bfloat16 or float32, or lower its inputs")
 LOSS_IN_FLOAT32 = Repair(
@@ -118,25 +122,43 @@ NORM_SLOPE = Repair(
 )
 RSQRT = Repair(
     "1 / sqrt of 0 is Inf, and of a negative number NaN: clamp its input to a small number",
-    clauses=_AT_0,
+    clauses=_BY_0,
+)
+RSQRT_OF_NEGATIVE = replace(
+    ROOT_OF_NEGATIVE, clauses=(Repair("; in float16 take 1e-2", _in_float16),)
 )
 POWER_OF_NEGATIVE = Repair(
     "a fractional power of a negative number is NaN: take its magnitude, or clamp",
     lambda seen: not seen.has_inf,
 )
-# Of numbers so small, no power up to 16 is Inf. A degree, a count or a deviation has a base of 0.
+# A degree, a count or a deviation has a base of 0.
 POWER_OF_0 = Repair(
     "a negative power of 0 is Inf: clamp the base",
-    lambda seen: seen.largest <= (_ROOT_OF_FLOAT32 if seen.is_wide else _ROOT_OF_FLOAT16),
+    lambda seen: (seen.exponent or 0.0) < 0,
+    (_STEEP_EPS,),
 )
-POWER_SLOPE = Repair("clamp the base: a power below 1 is too steep at 0", clauses=_AT_0)
+POWER_SLOPE = Repair("clamp the base: a power below 1 is too steep at 0", clauses=_BY_0)
+_IN_FLOAT32 = (
+    Repair(f": {LOSS_IN_FLOAT32.text}", lambda seen: seen.is_in_loss),
+    Repair(f": {IN_FLOAT32.text}", lambda seen: not seen.is_in_loss),
+)
+SQUARE = Repair(
+    "the square of more than 255 is too large for float16",
+    lambda seen: not seen.is_wide,
+    _IN_FLOAT32,
+)
 POWER = Repair(
     "the square of more than 255 is too large for float16, and higher powers sooner",
-    lambda seen: not seen.is_wide,
-    (
-        Repair(f": {LOSS_IN_FLOAT32.text}", lambda seen: seen.is_in_loss),
-        Repair(f": {IN_FLOAT32.text}", lambda seen: not seen.is_in_loss),
-    ),
+    lambda seen: not seen.is_wide and seen.exponent is not None,
+    _IN_FLOAT32,
+)
+HIGH_POWER = Repair(
+    "a high power of a large number leaves the dtype: clamp the base, or take a lower power",
+    lambda seen: seen.exponent is not None,
+)
+POWER_OR_0 = Repair(
+    "a negative power of 0 is Inf, and a high one of a large number: clamp the base",
+    clauses=(_STEEP_EPS,),
 )
 SQUARES = Repair(
     "its squares leave the range of float16 beyond 255: take it in float32 (dtype=torch.float32)",
@@ -153,6 +175,13 @@ EXP_IN_FLOAT16 = Repair(
 EXP = Repair(
     "the exponential of more than 88 leaves float32 and bfloat16: subtract the largest exponent "
     "first, clamp it (a ratio of probabilities), or stay in logarithms (logsumexp, softplus)"
+)
+EXP2_IN_FLOAT16 = replace(
+    EXP_IN_FLOAT16,
+    text=EXP_IN_FLOAT16.text.replace("the exponential of more than 11", "an exp2 of more than 16"),
+)
+EXP2 = replace(
+    EXP, text=EXP.text.replace("the exponential of more than 88", "an exp2 of more than 128")
 )
 OF_EXPONENTIALS = Repair(
     "it grows as exp() does, which leaves float16 beyond 11 and float32 beyond 88: clamp its input"
@@ -177,20 +206,22 @@ MATRIX_EXP = Repair(
 
 # Quotients.
 DIVISION = Repair(
-    "clamp the divisor (an empty mask, a deviation or norm of 0)", clauses=(*_AT_0, _LOST_BESIDE_1)
+    "clamp the divisor (an empty mask, a deviation or norm of 0)", clauses=(*_BY_0, _LOST_BESIDE_1)
 )
 ZERO_BY_0 = Repair(
     "0 / 0 is NaN: clamp the divisor (an empty mask, a deviation or norm of 0)",
     lambda seen: seen.divisor == 0 and not seen.has_inf,
-    (_LOST_EPS, _LOST_BESIDE_1),
+    (_STEEP_EPS, _LOST_BESIDE_1),
 )
 QUOTIENT = Repair(
-    "divide by a larger number, or compute the quotient in float32",
+    "divide by a larger number",
     lambda seen: (seen.divisor or 0.0) >= _TINY,
+    (Repair(", or compute the quotient in float32", lambda seen: not seen.is_wide),),
 )
 WEIGHT_NORM = Repair("the norm of a row of weights is 0: initialise them with other numbers than 0")
 DIRECTION = Repair(
-    "a vector of 0 has no direction, and its eps of 1e-8 is 0 in float16: pass eps=1e-4"
+    "a vector of 0 has no direction: pass eps=1e-4",
+    clauses=(Repair(", as 1e-8 is 0 in float16", _in_float16),),
 )
 EQUAL_NUMBERS = Repair(
     "numbers that are all equal have a deviation of 0: give it an eps, such as 1e-5",
@@ -199,6 +230,16 @@ EQUAL_NUMBERS = Repair(
 MEAN_OF_NONE = Repair(
     "the mean of no elements is 0 / 0 (an empty mask, all labels ignored): leave such batches out, "
     "or divide their sum by at least 1",
+    lambda seen: seen.is_of_few,
+)
+# In PyTorch, it is 0.
+DEVIATION_SLOPE = Repair(
+    "numbers that are all equal have a deviation of 0, which has no slope: write it as a root, "
+    "such as torch.sqrt(x.var() + 1e-6)",
+    clauses=(_WHERE,),
+)
+MEDIAN_OF_NONE = Repair(
+    "the median of no elements is NaN (an empty mask): leave such batches out",
     lambda seen: seen.is_of_few,
 )
 DEVIATION_OF_ONE = Repair(
@@ -235,9 +276,25 @@ ATANH = Repair(
     "{margin} and 1 - {margin}",
     clauses=(_WHERE,),
 )
+# lgamma(1e4) is 82100.
+LGAMMA_IN_FLOAT16 = Repair(
+    "it leaves float16 beyond 8000: compute it in float32",
+    lambda seen: _in_float16(seen) and seen.largest > _LARGEST_OF_LGAMMA,
+)
 GAMMA = Repair("it is Inf at 0: clamp its input (a concentration) to more than 0")
 GAMMA_SLOPE = Repair(
     "clamp its input (a concentration) to more than 0, where its slope is Inf", clauses=(_WHERE,)
+)
+ZETA = Repair(
+    "it is Inf where its first argument is 1, and where its second is 0: take a first one above 1, "
+    "and clamp the second to more than 0",
+    clauses=(_WHERE,),
+)
+BESSEL_AT_0 = Repair("it is Inf at 0, and NaN below: clamp its input to a small number")
+INCOMPLETE_BETA = Repair(
+    "it is NaN outside of 0 and 1, where its slope may be Inf: clamp its input to within {margin} "
+    "and 1 - {margin}",
+    clauses=(_WHERE,),
 )
 GAMMA_OF_MATRIX = Repair(
     "it is Inf at (p - 1) / 2: clamp its input (degrees of freedom) to at least that + 1e-2"
@@ -274,7 +331,8 @@ FACTOR = Repair(
     lambda seen: seen.is_in_model and not seen.is_wide,
 )
 PRODUCT_OF_MANY = Repair(
-    "a product of many numbers leaves the dtype: add up their logarithms instead"
+    "a product of many numbers leaves the dtype: divide each by their largest first, or, if none "
+    "is 0, add up the logarithms of their magnitudes"
 )
 
 # Masks, and losses of classes.

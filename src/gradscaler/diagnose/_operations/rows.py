@@ -108,7 +108,7 @@ OPERATIONS = (
         bad_at=(_BELOW_0, 0.0),
         steep_at=(_BELOW_0, 0.0),
         roles=(Role.DIVIDES,),
-        of_value=(to.ROOT_OF_NEGATIVE, to.RSQRT),
+        of_value=(to.RSQRT_OF_NEGATIVE, to.RSQRT),
         of_slope=(to.RSQRT,),
     ),
     *_each("cbrt", steep_at=(0.0,), of_slope=(to.ROOT_SLOPE,)),  # JAX's
@@ -126,10 +126,16 @@ OPERATIONS = (
         "pow rpow ipow float_power integer_pow elementwise_pow Pow PowScalarTensor PowTensorScalar",
         bad_at=(0.0,),  # if the exponent is negative
         steep_at=(0.0,),  # if it is below 1
-        of_value=(to.POWER_OF_NEGATIVE, to.POWER_OF_0, to.POWER),
+        of_value=(
+            to.POWER_OF_NEGATIVE,
+            to.POWER_OF_0,
+            to.POWER,
+            to.HIGH_POWER,
+            to.POWER_OR_0,
+        ),
         of_slope=(to.POWER_SLOPE,),
     ),
-    *_each("square Square", of_value=(to.POWER,)),
+    *_each("square Square", of_value=(to.SQUARE,)),
     # Exponentials.
     *_each(
         "exp Exp InplaceExp, expm1 special_expm1 Expm1",
@@ -141,7 +147,7 @@ OPERATIONS = (
         "exp2 special_exp2 Exp2",
         largest=_BITS,
         roles=(Role.EXPONENTIATES,),
-        both=(to.EXP_IN_FLOAT16, to.EXP),
+        both=(to.EXP2_IN_FLOAT16, to.EXP2),
     ),
     *_each("sinh Sinh, cosh Cosh", largest=_OF_TWICE, both=(to.OF_EXPONENTIALS,)),
     *_each(
@@ -195,9 +201,11 @@ OPERATIONS = (
         roles=(Role.RISKY,),
     ),
     *_each(
-        "std reduce_std Std ReduceStd, std_mean StdMean, var reduce_variance Var, var_mean VarMean",
+        "std reduce_std Std ReduceStd, std_mean StdMean",
         of_value=(to.DEVIATION_OF_ONE,),
+        of_slope=(to.DEVIATION_SLOPE,),
     ),
+    *_each("var reduce_variance Var, var_mean VarMean", of_value=(to.DEVIATION_OF_ONE,)),
     # Angles, and other functions of a range.
     *_each(
         "acos arccos Acos ACos AcosExt, asin arcsin Asin AsinExt",
@@ -223,11 +231,30 @@ OPERATIONS = (
     *_each("atan2 arctan2 Atan2", of_slope=(to.BOTH_0,)),
     *_each("tan Tan", of_slope=(to.TAN_SLOPE,)),
     *_each(
-        "lgamma special_gammaln gammaln Lgamma, special_zeta zeta Zeta",  # of its second argument
+        "lgamma special_gammaln gammaln Lgamma",
         bad_at=_POLES_OF_GAMMA,
         steep_at=_POLES_OF_GAMMA,
-        of_value=(to.GAMMA,),
+        of_value=(to.LGAMMA_IN_FLOAT16, to.GAMMA),
         of_slope=(to.GAMMA_SLOPE,),
+    ),
+    *_each(
+        "special_zeta zeta Zeta",  # of its second argument
+        bad_at=_POLES_OF_GAMMA,
+        steep_at=_POLES_OF_GAMMA,
+        both=(to.ZETA,),
+    ),
+    *_each(
+        "special_modified_bessel_k0 BesselK0, special_modified_bessel_k1 BesselK1, "
+        "special_scaled_modified_bessel_k0 BesselK0e, special_scaled_modified_bessel_k1 BesselK1e, "
+        "special_bessel_y0 BesselY0, special_bessel_y1 BesselY1",
+        bad_at=(_BELOW_0, 0.0),
+        both=(to.BESSEL_AT_0,),
+    ),
+    *_each(
+        "betainc regularized_incomplete_beta Betainc",  # JAX's, TensorFlow's
+        bad_at=(_BELOW_0, _ABOVE_1),
+        steep_at=(_BELOW_0, 0.0, 1.0, _ABOVE_1),  # if the other arguments are below 1
+        both=(to.INCOMPLETE_BETA,),
     ),
     *_each(
         "digamma special_digamma special_psi Digamma",
@@ -261,7 +288,8 @@ OPERATIONS = (
         roles=(Role.ADDS_UP,),
         of_value=(to.SUM,),
     ),
-    *_each("mean mean_all Mean ReduceMean MeanExt", of_value=(to.MEAN_OF_NONE, to.SUM)),
+    *_each("mean mean_all Mean ReduceMean MeanExt, nanmean", of_value=(to.MEAN_OF_NONE, to.SUM)),
+    *_each("median Median, nanmedian", of_value=(to.MEDIAN_OF_NONE,)),
     *_each(
         "matmul imatmul rmatmul linear addbmm addmm addmv baddbmm bmm dot mm mv dot_general "
         "ragged_dot_general MatMul MatMulExt BatchMatMul BatchMatMulExt BatchMatMulV2 "
@@ -360,7 +388,7 @@ OPERATIONS = (
         "linalg_inv linalg_inv_ex inverse inv MatrixInverse MatrixInverseExt, linalg_solve "
         "linalg_solve_ex solve MatrixSolve, linalg_solve_triangular triangular_solve "
         "MatrixTriangularSolve SolveTriangular TriangularSolve, cholesky_solve CholeskySolve, "
-        "cholesky_inverse CholeskyInverse",
+        "cholesky_inverse CholeskyInverse, linalg_cond",
         both=(to.SINGULAR,),
     ),
     *_each(
