@@ -1,10 +1,14 @@
 """A policy that is nobody's moves the scale, and goes into state dicts, run files and replays."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
 from gradscaler import DynamicScale
+from gradscaler._formats import layouts
 from gradscaler.diagnose import Monitor, read_run
+from gradscaler.policies import OwnPolicy
 from tests.support.eager import library
 from tests.support.own_policy import PROVEN, SCALES, TRACE, Proven, ProvenState
 
@@ -23,6 +27,32 @@ def test_a_training_that_goes_on_from_a_state_dict_goes_on_as_if_it_had_not_stop
     state = loaded.observed.state
     assert (type(state), float(state.proven)) == (ProvenState, PROVEN[-1])
     assert int(state.nonfinite_steps) == TRACE.count("x")
+
+
+@dataclass(frozen=True)
+class ByTheRecipe(Proven):
+    """One of the package by docs/contributing.md, with a field of the formats and one attribute."""
+
+    hysteresis = 1
+    growth_interval: int = 7
+
+
+@pytest.mark.parametrize("kind", [Proven, ByTheRecipe])
+def test_one_that_is_added_to_the_package_loads_its_own_state(kind, monkeypatch):
+    monkeypatch.setattr(layouts, "OwnPolicy", OwnPolicy | kind)
+    saved, loaded = library.scaler(policy=kind(limit=50.0)), library.scaler(policy=kind())
+    library.train(saved, TRACE[:4])
+    loaded.load_state_dict(saved.state_dict())
+    assert library.train(loaded, TRACE[4:]) == library.train(saved, TRACE[4:])
+    assert loaded.observed.policy == kind()
+    assert float(loaded.observed.state.proven) == PROVEN[-1]
+
+
+def test_one_that_is_added_to_the_package_loads_the_parameters_that_are_its_fields(monkeypatch):
+    monkeypatch.setattr(layouts, "OwnPolicy", OwnPolicy | ByTheRecipe)
+    loaded = library.scaler(policy=ByTheRecipe())
+    loaded.load_state_dict(library.scaler(policy=ByTheRecipe(growth_interval=9)).state_dict())
+    assert loaded.observed.policy == ByTheRecipe(growth_interval=9)
 
 
 def test_a_default_scaler_goes_on_from_its_state_dict_by_the_framework_s_rule():

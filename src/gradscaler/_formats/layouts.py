@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, get_args
@@ -138,10 +139,19 @@ def read_leaves(policy: Policy, state: ScaleState, values: Values) -> State:
     return type(first)(**{**leaves, **state._asdict()})
 
 
+def _with(policy: Q, fields: Mapping[str, str], parameters: Values) -> Q:
+    """A policy with those parameters that are fields of it; ``fields`` is that of ``changed``."""
+    every = dataclasses.fields(policy)  # type: ignore[arg-type] # each of this package has them
+    own = {field.name for field in every if field.init}
+    known = {key: value for key, value in parameters.items() if fields.get(key, key) in own}
+    return changed(policy, fields, **known)
+
+
 def read_torch(values: Values, policy: Q) -> tuple[Q | FixedScale, ScaleState]:
     """The rule and the state in ``values``.
 
-    A policy that is not of this package is returned unchanged. ``_nonfinite_steps`` may be missing.
+    A policy that is not of this package is returned unchanged, and another one keeps what is no
+    parameter of it. ``_nonfinite_steps`` may be missing.
     """
     scale = _checks.loss_scale("scale", values["scale"])
     state = _state(values, scale, "_growth_tracker", "_nonfinite_steps")
@@ -153,7 +163,7 @@ def read_torch(values: Values, policy: Q) -> tuple[Q | FixedScale, ScaleState]:
             return FixedScale(scale), state
         lacking = _RULE[:2]  # early state dicts hold 1.0 for factors that a moving policy lacks
     parameters = {key: values[key] for key in ("scale", *_RULE) if key not in lacking}
-    return changed(policy, {"scale": "init_scale"}, **parameters), state
+    return _with(policy, {"scale": "init_scale"}, parameters), state
 
 
 def _read_torch(values: Values) -> tuple[Rule, ScaleState]:
@@ -188,9 +198,8 @@ def read_paddle(values: Values, policy: Q) -> tuple[Q, ScaleState, bool]:
     if not isinstance(policy, OwnPolicy):
         return policy, state, dynamic
     fields = {**PADDLE, "scale": "init_scale"}
-    own = (key for key in PADDLE_KEYS if key in fields and hasattr(policy, fields[key]))
-    parameters = {key: values[key] for key in own}
-    return changed(policy, fields, **parameters), state, dynamic
+    parameters = {key: values[key] for key in PADDLE_KEYS if key in fields}
+    return _with(policy, fields, parameters), state, dynamic
 
 
 def _read_paddle(values: Values) -> tuple[Rule, ScaleState]:
