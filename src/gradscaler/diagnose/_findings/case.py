@@ -117,7 +117,7 @@ class Case:
         """Whether a loss is so large that its gradients overflow anyway."""
         return any(each.has_large_loss for each in self.failures)
 
-    def told(self, clause: str) -> str:
+    def with_numbers(self, clause: str) -> str:
         """A clause of the outcome, with the numbers of this case."""
         evidence = self.evidence
         last = self.failures[-1] if self.failures else None
@@ -169,13 +169,13 @@ def of_bad_step(bad: BadStep, evidence: Evidence) -> Case:
 
 def _place(bad: BadStep, evidence: Evidence) -> Located | None:
     """The place of a bad step, or what a watch has shown since, if the step's own is not exact."""
-    found, later = bad.located, evidence.watched
-    if later is None or _is_whole(found):
-        return found
+    own, later = bad.located, evidence.watched
+    if later is None or _is_whole(own):
+        return own
     if isinstance(later, BadGradient):
-        return later if found is None or isinstance(found, BadGradient) else found
+        return later if own is None or isinstance(own, BadGradient) else own
     is_made = isinstance(later, Made) and later.parameter is None
-    return later if is_made else found
+    return later if is_made else own
 
 
 def _is_whole(located: Located | None) -> bool:

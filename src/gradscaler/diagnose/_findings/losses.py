@@ -122,7 +122,7 @@ def divergence(case: Case) -> Finding | None:
         lower = "lower the learning rate or what raises it"
     if loss is not None and (loss[1].loss or 0.0) < 0:
         lower = "look for a term with the wrong sign, lower the learning rate"
-    end = case.told(case.outcome.of_numbers)
+    end = case.with_numbers(case.outcome.of_numbers)
     action = f"{go} back to an earlier checkpoint, {lower}, and clip gradients."
     if loss is not None and loss[0].step == 1 and _size(loss[0]) >= LARGE_FROM_THE_START:
         action = (

@@ -64,7 +64,7 @@ def within(case: Case) -> Finding | None:
     first, largest = (None if bad is None else bad.evaluated) or (0.0, 0.0)
     if not 0 < EXPLODED * abs(first) < abs(largest):
         return None
-    this = case.told("{this}")
+    this = case.with_numbers("{this}")
     return Finding(
         "divergence",
         f"The loss grew from {first:g} to {largest:g} within {this}, which evaluated it several "
@@ -114,7 +114,7 @@ def parameter(case: Case) -> Finding | None:
             "go back to a checkpoint, and find what wrote it: " + _what_wrote(evidence),
             evidence,
         )
-    so = case.told(case.outcome.of_parameter)
+    so = case.with_numbers(case.outcome.of_parameter)
     cause = f"{whose} {name} is itself Inf or NaN{since}, {so}{why}."
     return Finding("parameter", cause, action, name)
 
@@ -132,27 +132,27 @@ def _what_wrote(evidence: Evidence) -> str:
 
 def large_numbers(case: Case) -> Finding | None:
     """A forward pass that overflows after losses that were very large from the first step on."""
-    found, losses = case.located, [step.loss for step in case.past]
+    located, losses = case.located, [step.loss for step in case.past]
     first = next((loss for loss in losses if loss is not None), 0.0)
     if (
         case.is_skipped
-        or found is None
-        or not isinstance(found, Made)
+        or located is None
+        or not isinstance(located, Made)
         or not LARGE_FROM_THE_START <= first < math.inf
     ):
         return None
-    if found.enlarged_by is not None:  # an exponential did that
+    if located.enlarged_by is not None:  # an exponential did that
         return None
-    so = case.told(case.outcome.of_forward)
+    so = case.with_numbers(case.outcome.of_forward)
     return Finding(
         "activations",
         f"The forward pass makes numbers that are too large from the start (the first loss is "
-        f"{first:g}), and then Inf or NaN{at_line(found)}, {so}.",
+        f"{first:g}), and then Inf or NaN{at_line(located)}, {so}.",
         "Look at inputs that are not normalized, and at the first weights (those of a recurrent "
         "layer multiply at each time step: use a smaller gain); use a normalization layer, and "
         "clip gradients.",
-        found.module or None,
-        found.line,
+        located.module or None,
+        located.line,
     )
 
 
@@ -177,13 +177,13 @@ def forward(case: Case) -> Finding | None:
             outside = f"The {_function(located)}"
         maker = f"Another module ({located.type})" if located.type else outside
     counts = (located.num_inf, "Inf"), (located.num_nan, "NaN")
-    made = " and ".join(f"{count} {what}" for count, what in counts if count)
-    action, so = of_forward(located), case.told(case.outcome.of_forward)
+    numbers = " and ".join(f"{count} {what}" for count, what in counts if count)
+    action, so = of_forward(located), case.with_numbers(case.outcome.of_forward)
     if module is None and located.type:
         action = _UNTRAINED_IN_FLOAT16 if located.dtype == "float16" else _UNTRAINED
     return Finding(
         kind,
-        f"{maker} makes {made} in {located.dtype}{at_line(located)}{_from(located)}, {so}.",
+        f"{maker} makes {numbers} in {located.dtype}{at_line(located)}{_from(located)}, {so}.",
         at_any_scale(action, evidence),
         "the model" if module == "" else module,
         located.line,
@@ -220,8 +220,8 @@ def _given(case: Case, located: Given, though: str) -> Finding:
     """A tensor that already held an Inf or NaN when the first operation read it."""
     evidence, kind, what = case.evidence, "loss", "A tensor without a gradient holds"
     if _is_replayed(evidence):  # a parameter is an argument, too
-        given = f"the argument {located.parameter}" if located.parameter else "a constant"
-        what = f"In the {_function(located)}, {given} holds"
+        holder = f"the argument {located.parameter}" if located.parameter else "a constant"
+        what = f"In the {_function(located)}, {holder} holds"
         action = (
             "if it is a parameter, go back to an earlier checkpoint; if it is the batch, look at "
             "the data and how they are prepared"
@@ -239,7 +239,7 @@ def _given(case: Case, located: Given, though: str) -> Finding:
         action = _LOOK_AT
     rows = f" in {located.rows}" if located.rows else ""
     layer = f" before the forward pass of {located.spoken_module}" if located.module else ""
-    seen, so = at_line(located, "first seen in"), case.told(case.outcome.of_forward)
+    seen, so = at_line(located, "first seen in"), case.with_numbers(case.outcome.of_forward)
     return Finding(
         kind,
         f"{what} Inf or NaN{rows}{layer}{seen}{though}, {so}.",
@@ -255,7 +255,7 @@ def loss(case: Case) -> Finding | None:
     num_finite = sum(map(math.isfinite, losses))
     if not losses or math.isfinite(losses[-1]) or 2 * num_finite > len(losses):
         return None
-    so = case.told(case.outcome.of_loss)
+    so = case.with_numbers(case.outcome.of_loss)
     return Finding(
         "loss",
         f"The {'unscaled ' * evidence.has_scaler}loss is itself {losses[-1]:g}, {so}.",
@@ -271,38 +271,38 @@ def loss(case: Case) -> Finding | None:
 def gradient(case: Case) -> Finding | None:
     """A gradient that is not finite though the loss is."""
     evidence = case.evidence
-    found: Located | None = case.backward
+    located: Located | None = case.backward
     is_applied = case.outcome is Outcome.APPLIED
     is_unscaled = is_applied or not evidence.has_scaler  # so that no scale makes an Inf
-    if is_applied and found is None and evidence.bad_step is not None:
-        found = evidence.bad_step.located
+    if is_applied and located is None and evidence.bad_step is not None:
+        located = evidence.bad_step.located
     where = name_it = ""
     what, name = "NaN", case.last.nan if case.failures else None
     if case.outcome is Outcome.IN_A_ROW and evidence.has_scaler:
-        if (name := _always_nan(case, found)) is None:
+        if (name := _always_nan(case, located)) is None:
             return None
         scale = case.last.scale
         where = (
             " at every loss scale" if scale <= 1 else f" and none is Inf at a scale of {scale:g}"
         )
-        finder = "" if at_line(found) else evidence.framework.finder
+        finder = "" if at_line(located) else evidence.framework.finder
         name_it = finder and f"; {finder} names the operation"
     elif name is None and is_unscaled and case.last.nonfinite:
         what, name = "Inf", case.last.nonfinite[0].name
-    of_forward_pass = of_result_alone(found) if _is_replayed(evidence) else None
+    of_forward_pass = of_result_alone(located) if _is_replayed(evidence) else None
     by = "by the gradient of" if of_forward_pass is None else "made in the forward pass by"
-    at, so = at_line(found, by), case.told(case.outcome.of_gradient)
+    at, so = at_line(located, by), case.with_numbers(case.outcome.of_gradient)
     though = ", though the loss is finite"
     if (is_applied and case.last.loss is None) or evidence.are_kept:
         though = ""
-    if is_applied and evidence.world_size > 1 and (found is None or found.is_likely):
+    if is_applied and evidence.world_size > 1 and (located is None or located.is_likely):
         cause = (
             f"The gradient of {name} is {what}{though} on this rank{so}: it may come from another "
             "rank."
         )
         return Finding("elsewhere", cause, EXPLAIN_ALL, name)
     bad = "A gradient is NaN or Inf" if name is None else f"The gradient of {name} is {what}"
-    action = of_forward_pass or f"{of_backward(found)}{name_it}"
+    action = of_forward_pass or f"{of_backward(located)}{name_it}"
     if what == "Inf" and not at:
         action = _IN_FLOAT16 if evidence.is_in_float16 else _OVERFLOW
         if evidence.is_scaled_by_hand:
@@ -312,12 +312,12 @@ def gradient(case: Case) -> Finding | None:
         f"{bad}{where}{at}{though}{so}.",
         at_any_scale(action, evidence),
         name,
-        None if found is None else found.line,
+        None if located is None else located.line,
         is_certain=case.outcome is not Outcome.IN_A_ROW or case.last.scale <= 1,
     )
 
 
-def _always_nan(case: Case, found: Located | None) -> str | None:
+def _always_nan(case: Case, located: Located | None) -> str | None:
     """The name of a gradient that is NaN at every scale, in skips in a row; None if none is.
 
     Beside an Inf, a NaN at a scale of at most 1 proves nothing, unless an operation was located
@@ -326,7 +326,7 @@ def _always_nan(case: Case, found: Located | None) -> str | None:
     if case.is_elsewhere or case.has_large_loss:
         return None
     name = _nan_in_all(case)
-    if name is None and found is not None and of_gradient(found) is not None:
+    if name is None and located is not None and of_gradient(located) is not None:
         name = case.last.nan if case.last.scale <= 1 else None
     return name
 
@@ -347,7 +347,7 @@ def _nan_in_all(case: Case) -> str | None:
 def overflow(case: Case) -> Finding:
     """Gradients that overflow. The scale may still fall, or is at its lower limit."""
     evidence, first, last = case.evidence, case.failures[0], case.last
-    skipped = case.told(case.outcome.of_forward).removeprefix("so ")
+    skipped = case.with_numbers(case.outcome.of_forward).removeprefix("so ")
     highest = first.scale if evidence.first_scale is None else evidence.first_scale
     if highest != last.scale:
         skipped += f" while the scale fell from {highest:g} to {last.scale:g}"
@@ -365,8 +365,8 @@ def overflow(case: Case) -> Finding:
     is_large = case.has_large_loss
     loss = f" (the loss is {last.loss:g})" if is_large else ""
     limit = "which cannot fall further" if at_floor else "which no longer enlarges gradients"
-    found = None if is_large or case.is_elsewhere else case.backward
-    at = at_line(found, "first in the gradient of")
+    backward = None if is_large or case.is_elsewhere else case.backward
+    at = at_line(backward, "first in the gradient of")
     overflowed += at and f"{at},"
     cause = f"{overflowed}{loss} at a loss scale of {last.scale:g}, {limit}: {skipped}."
     if case.is_elsewhere:
@@ -385,7 +385,7 @@ def overflow(case: Case) -> Finding:
     if last.loss is None and not last.nonfinite and not at:  # only record() may leave out both
         replay = ", and replay=" * evidence.framework.has_replay
         action = f"{_NOT_RECORDED}{replay}. If they overflow, {action[0].lower()}{action[1:]}"
-    line = None if found is None else found.line
+    line = None if backward is None else backward.line
     return Finding("floor", cause, f"{action}.", where, line, is_certain=False)
 
 
