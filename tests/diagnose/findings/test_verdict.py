@@ -26,6 +26,7 @@ from gradscaler.diagnose._record.step import Step
 
 INF = NonfiniteGradient("fc1.weight", (4, 4), "float32", 3, 0, 65504.0)
 NAN = NonfiniteGradient("fc2.weight", (4, 4), "float32", 0, 2, 1.0)
+BARE = replace(NAN, name="")  # in JAX, of one array that is all parameters
 
 
 def streak(*nonfinite, first=2.0**24, factor=0.5, loss=2.5):
@@ -91,6 +92,9 @@ def test_too_many_skips_get_the_verdict_that_their_evidence_allows(kind, where, 
         ("last 20 steps were skipped while the scale fell from", {}),
         ("the scale fell from 1.67772e+07 to 32. ", {}),
         ("The gradient of fc2.weight is NaN at every loss scale", {"skips": NAN_AT_1}),
+        ("The gradient is NaN at every", {"skips": ending(streak(INF, BARE), 1.0, BARE)}),
+        ("The gradients overflow, and", {"skips": streak(replace(BARE, num_inf=1))}),
+        ("The gradient is NaN, and", {"skips": streak(BARE)}),
         ("makes 12 Inf and 1 NaN in float16 from finite inputs", {"located": LOCATED}),
         ("from finite inputs up to 51200, so", {"located": LOCATED}),
     ],

@@ -297,11 +297,11 @@ def gradient(case: Case) -> Finding | None:
         though = ""
     if is_applied and evidence.world_size > 1 and (located is None or located.is_likely):
         cause = (
-            f"The gradient of {name} is {what}{though} on this rank{so}: it may come from another "
+            f"{_gradient_of(name)} is {what}{though} on this rank{so}: it may come from another "
             "rank."
         )
         return Finding("elsewhere", cause, EXPLAIN_ALL, name)
-    bad = "A gradient is NaN or Inf" if name is None else f"The gradient of {name} is {what}"
+    bad = "A gradient is NaN or Inf" if name is None else f"{_gradient_of(name)} is {what}"
     action = of_forward_pass or f"{of_backward(located)}{name_it}"
     if what == "Inf" and not at:
         action = _IN_FLOAT16 if evidence.is_in_float16 else _OVERFLOW
@@ -398,5 +398,10 @@ def _overflowed(case: Case) -> tuple[str | None, str]:
         return None, "The gradients are Inf or NaN"  # not inspected
     where = nonfinite[0].name
     if case.last.has_inf:
-        return where, f"The gradients overflow in {where}"
-    return where, f"The gradient of {where} is NaN"
+        return where, f"The gradients overflow in {where}" if where else "The gradients overflow"
+    return where, f"{_gradient_of(where)} is NaN"
+
+
+def _gradient_of(name: str | None) -> str:
+    """The gradient of a parameter; in JAX, one array that is all parameters has no name."""
+    return f"The gradient of {name}" if name else "The gradient"
