@@ -250,7 +250,7 @@ class EagerSeam(JudgedSeam, ABC):
         """The floating-point tensors in operands, and some of the numbers.
 
         Those are the finite ones of a quotient or a power, and in the forward pass an Inf or NaN
-        whose origin is known. In the backward pass, the user's own code makes its gradients of them.
+        whose origin is known. In the backward pass, the user's own code makes gradients of them.
         """
         for each in operands:
             bad = [] if self._depth > 0 else self._judge.numbers_in([each], site)
