@@ -116,7 +116,7 @@ class Call:
     @property
     def exponent(self) -> float | None:
         """The exponent of a power, if it is one number and not the input of ``2 ** x``."""
-        operands = [*self._args, *self._kwargs.values()]
+        operands = [*self.args, *self.kwargs.values()]
         return None if self.name == "__rpow__" else exponent_in(self.operation, operands)
 
 
