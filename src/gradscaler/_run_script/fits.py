@@ -15,13 +15,16 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from gradscaler._run_script.files import RunFiles
+from gradscaler._run_script.fit_data import FirstBatch
 from gradscaler._run_script.fit_gradients import FitGradients, may_keep_gradients
+from gradscaler._run_script.fit_losses import of_labels, of_logits, swapped
+from gradscaler._run_script.fit_weights import FitWeights
 from gradscaler._run_script.options import MOST_RUNS, STOPPED
 from gradscaler._run_script.termination import before_termination
 from gradscaler._run_script.undo import on_stop, replace
 from gradscaler._run_script.voice import attempt, voice
 from gradscaler._run_script.watched_run import WatchedRun
-from gradscaler.diagnose import Located, inspect, locate
+from gradscaler.diagnose import Finding, Located, inspect, locate
 from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.frameworks import Framework, framework_named
@@ -32,7 +35,7 @@ from gradscaler.diagnose._monitor.streaks import MOST_NONFINITE
 from gradscaler.diagnose._monitor.traced_scalers import number_of
 from gradscaler.diagnose._record.lines import BadStep
 from gradscaler.diagnose._record.source import show_source_of
-from gradscaler.diagnose._record.thresholds import ROSE
+from gradscaler.diagnose._record.thresholds import FELL, LONG, ROSE
 from gradscaler.diagnose._seams.keras import backend_of
 
 _CURES = (
@@ -68,6 +71,7 @@ class Fits:
         self._scaled = WeakKeyDictionary[Any, WatchedRun]()  # the latest keeps its model alive
         self._watched = WeakKeyDictionary[Any, FitWatch]()  # by optimizer
         self._gradients = WeakKeyDictionary[Any, FitGradients]()  # by optimizer
+        self._batches = WeakKeyDictionary[Any, _Batches]()  # by optimizer
         self._to_end: list[Losses] = []
 
     def start(self) -> None:
@@ -135,7 +139,7 @@ class Fits:
             return []
         if optimizer not in self._losses and len(self._to_end) < MOST_RUNS:
             attempt(partial(self._begin, optimizer, model))
-        of = self._gradients, self._losses, self._scaled, self._watched
+        of = self._gradients, self._batches, self._losses, self._scaled, self._watched
         runs = [each.get(optimizer) for each in of]
         callbacks = [run.callback() for run in runs if run is not None]
         for each in callbacks:
@@ -156,6 +160,7 @@ class Fits:
             self._watched[optimizer] = watch
         losses = Losses(self._name, is_scaled, self._options, watch)
         self._losses[optimizer] = losses
+        self._batches[optimizer] = _Batches(losses.batch, self._keras)
         self._to_end.append(losses)
         if is_scaled:
             self._end_scaled()
@@ -177,6 +182,17 @@ class Fits:
             self._end_scaled()
             while self._to_end:
                 self._to_end.pop(0).end()
+
+
+class _Batches(NamedTuple):
+    """The first batch, and the package that looks at it."""
+
+    first: FirstBatch
+    keras: Any
+
+    def callback(self) -> Any:
+        """A callback that gets it."""
+        return self.first.callback(self.keras.callbacks.Callback)
 
 
 class _Bad(NamedTuple):
@@ -229,6 +245,8 @@ class Losses:
         self._begun: tuple[int, float] | None = None  # the first batch of epoch 1, and its loss
         self._latest: float | None = None  # the mean loss of the latest epoch
         self.gradients: FitGradients | None = None  # which a step of the model's own may keep
+        self.batch, self._states = FirstBatch(), FitWeights()
+        self._swapped = self._of_logits = ""  # mistakes in the loss that compile() was given
 
     def callback(self) -> Any:
         """A callback that looks at the loss after each batch, which is on the host then."""
@@ -243,6 +261,7 @@ class Losses:
             def on_train_begin(self, logs: Any = None) -> None:
                 self.num_steps = steps_of(self.model)
                 losses._has_replicas = num_replicas(self.model) > 1
+                losses._see_begin(self.model, self.params)
 
             @guarded
             def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -271,8 +290,28 @@ class Losses:
                 if logs and "loss" in logs:
                     losses._latest = float(np.mean(logs["loss"]))
                 losses._look_at(self.model, "at the end of the epoch")
+                losses._see_weights(self.model)
 
         return Looking()
+
+    def _see_begin(self, model: Any, params: Any) -> None:
+        """See a model before a fit; a call of ``train_on_batch`` has no parameters of a fit."""
+        if not self._num_steps:
+            self._swapped = swapped(model)
+            self._of_logits = of_logits(model)
+            if self._of_logits:
+                voice.tell(self._of_logits)
+        if params:
+            self._see_weights(model)
+
+    def _see_weights(self, model: Any) -> None:
+        """See a model's weights before the first epoch, and at the end of each."""
+        if self._first is not None or self._is_scaled:
+            return
+        was_told = bool(self._states.bad)
+        self._states.see(model, self._num_epochs)
+        if self._states.bad and not was_told:
+            voice.tell(" ".join(filter(None, [self._states.bad, self.batch.text])))
 
     def _see_call(self, model: Any, name: str, loss: float) -> None:
         """See the loss of a call of ``train_on_batch``, after which the model can be read."""
@@ -291,13 +330,18 @@ class Losses:
         if self._first is found:
             before, self._origin = (
                 self._origin,
-                self._origin_of(self._num_steps + found.batch * bool(found.epoch)),
+                self._origin_of(self._num_seen(found)),
             )
             self._is_earlier = bool(before)
-        if is_first and not self._cause and not voice.tell(f"{found}. {_CURES}", *self._origin):
-            self._advice = f" {_CURES}"
+        cures = self._swapped or self.batch.text or _CURES
+        if is_first and not self._cause and not voice.tell(f"{found}. {cures}", *self._origin):
+            self._advice = f" {cures}"
         if self._may_stop:
             raise SystemExit(STOPPED)
+
+    def _num_seen(self, bad: _Bad) -> int:
+        """The number of a step whose loss is not finite."""
+        return self._num_steps + bad.batch * bool(bad.epoch)
 
     @property
     def _cause(self) -> str:
@@ -330,9 +374,10 @@ class Losses:
             first = f"{self._first}, the first that is not finite{self._weights}"
             lines = self._origin if self._advice or self._is_earlier else []
             mistake = f" {found.text}" if found else ""
-            voice.conclude(f"{after}: {first}.{self._cause or self._advice}{mistake}", *lines)
+            why = self._cause or self._advice or f" {self._swapped}".rstrip()
+            voice.conclude(f"{after}: {first}.{why}{mistake}", *lines)
         elif count and not self._is_scaled:
-            advice = found.text if found else self._if_they_rose
+            advice = self._said_of_finite(found)
             voice.conclude(f"{after}: the losses are finite{self._went}. {advice}".rstrip())
 
     @property
@@ -342,14 +387,26 @@ class Losses:
             return ""
         return f", and went from {self._begun[1]:g} to {self._latest:g}"
 
+    def _said_of_finite(self, found: Finding | None) -> str:
+        """What else is to be said where all losses are finite; empty if nothing is."""
+        if self._states.bad:
+            return " ".join(filter(None, [self._states.bad, self.batch.text]))
+        hint = self._if_not_fallen
+        causes = [found.text if found else "", self._of_logits, self._states.still(self._num_steps)]
+        causes += [self._swapped] if hint else []
+        return " ".join(filter(None, causes)) or hint
+
     @property
-    def _if_they_rose(self) -> str:
-        """What to do if the losses rose; empty if they did not."""
+    def _if_not_fallen(self) -> str:
+        """What to do if the losses rose, or did not fall in many steps; empty if they fell."""
         if self._begun is None or self._latest is None:
             return ""
-        if self._latest <= ROSE * abs(self._begun[1]):
+        first = self._begun[1]
+        if self._latest > ROSE * abs(first):
+            return "If they should have fallen, lower the learning rate, and scale inputs."
+        if self._num_steps < LONG or self._latest < first - FELL * abs(first):
             return ""
-        return "If they should have fallen, lower the learning rate, and scale inputs."
+        return "If they should have fallen, look at the learning rate, inputs and targets."
 
 
 class FitWatch:
@@ -419,7 +476,11 @@ class FitWatch:
             )
             verdict = judge(evidence)
             self.cause = verdict.findings[0].cause
-            voice.note(f"step watched: {verdict.text}")
+            if text := of_labels(model, replay.batch, located):  # no clamp helps
+                self.cause = f"{self.cause} {text}"
+                voice.note(f"step watched: {self.cause}")
+            else:
+                voice.note(f"step watched: {verdict.text}")
             show_source_of(located.line)
         elif self._num_steps == self._step:
             voice.note("step watched: no operation made an Inf or NaN")

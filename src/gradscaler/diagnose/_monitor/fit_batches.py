@@ -71,7 +71,7 @@ class FitBatches:
             state = args[0] if len(args) > 1 else None
             given = self._as_given(args[-1], batches)
             build = partial(_build, self._model, function, given, batches[0])
-            for each in listeners:
+            for each in tuple(listeners):  # one may stop meanwhile
                 each._see_call(batches, state, build)
             return function(*args[:-1], given)
 
@@ -123,6 +123,7 @@ class Replay:
         build: creates the model's variables before its first step.
 
     Attributes:
+        batch: the one given.
         build: the one given.
         loss: the loss; None before the gradients were taken.
         found: the gradients by the variables' names.
@@ -136,7 +137,7 @@ class Replay:
         build: Callable[[], object] | None = None,
     ) -> None:
         self._model, self._state = model, state
-        self._batch = batch
+        self.batch = batch
         self.build = build or (lambda: None)
         self.loss: Any = None
         self.found: dict[str, Any] = {}
@@ -153,10 +154,10 @@ class Replay:
 
     def _of_own_step(self) -> list[tuple[Variable, Any]]:
         """The variables, and the gradients that a ``train_step`` of the model's own takes."""
-        given: tuple[Any, ...] = (self._batch,)
+        given: tuple[Any, ...] = (self.batch,)
         is_pure = backend_of(self._model) == "jax"
         if is_pure:
-            given = tuple([each.value for each in held] for held in self._lists()), self._batch
+            given = tuple([each.value for each in held] for held in self._lists()), self.batch
         with up_to_optimizer(self._model) as pairs:
             made = self._model.train_step(*given)
         logs = made[0] if is_pure else made
@@ -198,7 +199,7 @@ class Replay:
 
     def _loss(self) -> Any:
         package = package_of(self._model)
-        parts = sys.modules[package].utils.unpack_x_y_sample_weight(self._batch)
+        parts = sys.modules[package].utils.unpack_x_y_sample_weight(self.batch)
         x, y, sample_weight = parts
         is_asked = package != "keras" or "training" in signature(self._model.call).parameters
         outputs = self._model(x, training=True) if is_asked else self._model(x)

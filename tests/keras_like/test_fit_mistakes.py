@@ -1,0 +1,180 @@
+"""What ``gradscaler run`` says of ``fit`` though its losses are finite, or of its loss function."""
+
+import io
+
+import numpy as np
+import pytest
+
+import gradscaler
+from gradscaler._run_script import voice
+from tests.support.keras_like import BACKEND, KERAS_3, keras
+
+INPUTS = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+TARGETS = (INPUTS[:, :1] > 0).astype("float32")
+WITH_NAN = INPUTS.copy()
+WITH_NAN[:, 2] = np.nan
+layers = keras.layers
+
+if KERAS_3:
+    nan_to_0, log, mean = keras.ops.nan_to_num, keras.ops.log, keras.ops.mean
+else:
+    import tensorflow as tf
+
+    log, mean = tf.math.log, tf.reduce_mean
+
+    def nan_to_0(x):
+        return tf.where(tf.math.is_nan(x), tf.zeros_like(x), x)
+
+
+class Hide(layers.Layer):
+    def call(self, x):
+        return nan_to_0(x)
+
+
+def swapped(y_pred, y_true):
+    return -mean(log(y_pred) * y_true)
+
+
+def unnamed(p, t):
+    return -mean(log(p) * t)
+
+
+def fit(model, inputs=INPUTS, epochs=2):
+    model.fit(inputs, TARGETS, batch_size=8, epochs=epochs, verbose=0, shuffle=False)
+
+
+def small(*inner, activation=None):
+    return keras.Sequential([layers.Dense(8), *inner, layers.Dense(1, activation=activation)])
+
+
+@pytest.fixture
+def said(monkeypatch, tmp_path):
+    """A function that trains under a watch, and returns what was said."""
+
+    def of(train, **options):
+        told = io.StringIO()
+        monkeypatch.setattr(voice, "_STDERR", told)
+        keras.utils.set_random_seed(0)
+        with gradscaler.watch(tmp_path, **options):
+            train()
+        return " ".join(told.getvalue().split())
+
+    return of
+
+
+def test_a_nan_that_the_losses_do_not_show_is_told_with_the_column_of_the_batch(said):
+    def train():
+        model = small(Hide())
+        model.compile("sgd", "mse")
+        fit(model, WITH_NAN)
+
+    text = said(train)
+    assert "kernel is NaN since epoch 1, though the losses are finite" in text
+    assert "Column 2 of the first batch is NaN in each row: look at the data" in text
+    assert text.count("since epoch 1") == 2  # on the way, and at the end
+
+
+def test_a_nan_in_the_first_batch_is_told_with_a_loss_of_nan_and_not_without(said):
+    def train(*inner):
+        model = small(*inner)
+        model.compile("sgd", "mse")
+        fit(model, WITH_NAN)
+
+    text = said(train)
+    assert "The loss is nan at batch" in text
+    assert "of epoch 1. Column 2 of the first batch" in text
+
+    def train_beside():
+        model = keras.Sequential([Hide(), layers.Dense(1)])
+        model.compile("sgd", "mse")
+        fit(model, WITH_NAN)
+
+    assert "Column" not in said(train_beside)
+
+
+class Unfreeze(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            self.model.layers[0].trainable = True
+
+
+def frozen():
+    model = small()
+    model.build((None, 4))
+    model.layers[0].trainable = False
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="other backends raise an error")
+def test_layers_that_became_trainable_in_a_callback_are_named(said):
+    def train():
+        model = frozen()
+        model.fit(INPUTS, TARGETS, 8, 4, verbose=0, callbacks=[Unfreeze()])
+
+    assert "1 more weight became trainable after compile()" in said(train)
+
+
+# Keras 2 hides it from a fit that a layer became trainable before it.
+@pytest.mark.skipif(not (KERAS_3 and BACKEND == "tensorflow"), reason="others raise an error")
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_layers_that_became_trainable_between_two_fits_are_named(said, is_compiled):
+    def train():
+        model = frozen()
+        fit(model)
+        model.layers[0].trainable = True
+        if is_compiled:
+            model.compile("sgd", "mse")
+        fit(model)
+
+    assert ("call compile() again" in said(train)) is not is_compiled
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.01])
+def test_weights_that_all_stay_are_told_and_a_loss_that_stands(said, rate):
+    def train():
+        model = small()
+        model.build((None, 4))
+        model.compile(keras.optimizers.SGD(rate), "mse")
+        fit(model, epochs=1)
+
+    assert ("No weight has changed" in said(train)) is (rate == 0)
+
+
+def test_a_loss_that_stands_is_told(said):
+    def train():
+        model = small()
+        model.compile(keras.optimizers.SGD(1e-9), "mse")
+        model.fit(INPUTS[:8], TARGETS[:8], epochs=101, verbose=0)
+
+    assert "If they should have fallen, look at the learning rate" in said(train)
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", None])
+@pytest.mark.parametrize("from_logits", [True, False])
+def test_probabilities_for_logits_and_logits_for_probabilities(said, activation, from_logits):
+    def train():
+        model = small(activation=activation)
+        model.compile("sgd", keras.losses.BinaryCrossentropy(from_logits=from_logits))
+        fit(model, epochs=1)
+
+    text = said(train)
+    # TensorFlow's backend takes what the sigmoid was given.
+    is_twice = bool(from_logits and activation and BACKEND != "tensorflow")
+    assert ("are normalised once more" in text) is is_twice
+    assert ("takes probabilities, as from_logits is False" in text) is (
+        not from_logits and activation is None
+    )
+
+
+def test_a_loss_with_swapped_arguments_is_told_if_it_fails(said):
+    def train(loss):
+        model = small(activation="sigmoid")
+        model.compile("sgd", loss)
+        fit(model, epochs=1)
+
+    text = said(lambda: train(swapped))
+    assert "takes (y_pred, y_true): y_pred is the labels." in text
+    text = said(lambda: train(unnamed), step=2)
+    assert "It is the logarithm of the labels" in text
+    assert "clamp it" not in text
