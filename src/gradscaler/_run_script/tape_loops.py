@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from gradscaler._run_script.after_init import after_init
 from gradscaler._run_script.runs import Runs
+from gradscaler._run_script.step_shapes import EarlyStep, broadcast_in
 from gradscaler._run_script.tape_steps import (
     Divided,
     Function,
@@ -23,6 +24,7 @@ from gradscaler._run_script.tape_steps import (
     StepOperations,
     Tensor,
     Variable,
+    optimizers_stepped,
     tensorflow,
 )
 from gradscaler._run_script.traced_calls import (
@@ -42,6 +44,7 @@ from gradscaler.diagnose._monitor.parameters import eps_of
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
 from gradscaler.diagnose._monitor.traced_scalers import number_of, state_of
 from gradscaler.diagnose._monitor.undivided import undivided
+from gradscaler.diagnose._record.thresholds import FEW_SAMPLES
 from gradscaler.diagnose._seams.tensorflow import TensorFlowSeam
 
 _STEPS = "apply", "apply_gradients"  # the methods of optimizers
@@ -74,6 +77,7 @@ class TapeLoops:
         self._scaled: Callable[[], None] | None = None  # records a step that runs
         self._scaled_losses: dict[int, Any] = {}  # the latest, by the id of what scaled it
         self._undivided: dict[int, list[Any]] = {}  # its gradients, by the same
+        self._early = EarlyStep()
 
     def start(self) -> None:
         """Watch this process from now on, unless Keras has another backend."""
@@ -185,11 +189,15 @@ class TapeLoops:
         if not _is_eager():
             if self._calling is not None:
                 self._calling.takes_gradient = True
+                if not self._calling.broadcast and hasattr(target, "op"):
+                    self._calling.broadcast = broadcast_in(target)
         elif hasattr(target, "dtype"):
+            self._early.see_gradient()
             self._losses[id(first)], self._latest = target, None
 
     def _before_step(self, optimizer: Optimizer, method: str, args: Any, kwargs: Any) -> None:
         self._stepping += 1
+        optimizers_stepped[:] = [None]
         is_inner = self._stepping > 1 or is_looking()
         if is_inner or self._runs.is_off or _num_replicas() > 1:
             return
@@ -282,8 +290,14 @@ class TapeLoops:
         replay = None
         if call is not None and loop.model is not None:
             replay = partial(call.again, loop)
-        if loop.run is not None:
-            loop.run.record(loss, gradients, replay)
+        if loop.run is None:
+            return
+        traced = None if call is None else self._functions.get(call.function)
+        broadcast = self._early.broadcast if traced is None else traced.broadcast
+        if broadcast and loop.num_noted < FEW_SAMPLES:
+            loop.num_noted += 1
+            loop.run.note_operations(broadcast, "")
+        loop.run.record(loss, gradients, replay)
 
     def _loop_of(
         self, optimizer: Optimizer, variables: Sequence[Variable], is_compiled: bool

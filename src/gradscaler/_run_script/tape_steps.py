@@ -27,6 +27,7 @@ Model = Any
 Function = Any  # what tf.function returns
 
 
+optimizers_stepped: list[None] = []  # not empty once an optimizer of Keras has stepped
 _INSIDE = re.compile(r"\{\{[^}]*\}\}\s*|\s*\[Op:.*")  # of TensorFlow, in its errors
 
 
@@ -111,6 +112,7 @@ class Loop:
     is_compiled: bool
     run: WatchedRun | None = None
     watch: StepOperations | None = None
+    num_noted: int = 0  # steps whose operations were noted
     _are_finite: Function | None = None
 
     @property

@@ -156,6 +156,10 @@ class WatchedRun:
         """Note backward passes without a step, before which a gradient held an Inf or NaN."""
         self._monitor.note_stayed(name, count)
 
+    def note_operations(self, broadcast: str, passes_none: str) -> None:
+        """Note operations of the step that is recorded next; see Monitor."""
+        self._monitor.note_operations(broadcast, passes_none)
+
     def leave_unchanged(self, located: Located | None) -> None:
         """Note that the step that is recorded next left the weights as they were, and why."""
         self._num_unchanged += 1

@@ -229,6 +229,8 @@ def _with_missing(learned: str, evidence: Evidence) -> str:
     """What is said of the losses, and the parameters that never had a gradient."""
     missing = evidence.missing or ()
     those, seen = _and_more(missing), "no sample holds a gradient of them"
+    if place := evidence.events.place(Event.PASSES_NONE):
+        seen += f", and {place} passes none on"
     cut = (name for name in missing if evidence.cut.get(name) == gradient_values.LEFT_OUT)
     unused = [*dict.fromkeys(module for name in cut if (module := name.rpartition(".")[0]))]
     is_fine = learned.startswith(FINE)

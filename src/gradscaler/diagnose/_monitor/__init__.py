@@ -382,6 +382,18 @@ class Monitor:
         if self._is_open and isinstance(self._source, RecordedLoop):
             self._source.note_stayed(name, count)
 
+    def note_operations(self, broadcast: str = "", passes_none: str = "") -> None:
+        """Note operations of the step that is recorded next, where the loop is recorded.
+
+        Args:
+            broadcast: where it compares each output with each target, such as ``"sub at
+                train.py:20 makes [n, n] of [n, 1]"``.
+            passes_none: an operation that passes no gradient on, such as ``"round at
+                train.py:12"``.
+        """
+        if self._is_open and isinstance(self._source, Recorder):
+            self._source.note_operations(broadcast, passes_none)
+
     def leave_out(self, loss: Tensor) -> None:
         """Report a loss of PyTorch that is Inf or NaN, and for which the script makes no step.
 

@@ -94,6 +94,11 @@ class Recorder(StepSource):
         """Note events of the step that is recorded next."""
         self.events += events
 
+    def note_operations(self, broadcast: str, passes_none: str) -> None:
+        """Note where a loss is broadcast, and what passes no gradient on, if they are not empty."""
+        for event, place in ((Event.BROADCAST, broadcast), (Event.PASSES_NONE, passes_none)):
+            self.events += [Counted(event), Counted(event, place)] * bool(place)
+
     def record(
         self,
         scaler: object,

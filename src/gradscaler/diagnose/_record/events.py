@@ -79,7 +79,9 @@ class Event(Enum):
     GRAPHLESS = "graphless", "observer", "loss_graphs"
     ACROSS = "across", "scaled_losses", "loss_graphs"  # log-probabilities over the batch
     # It compares n outputs with n targets each.
-    BROADCAST = "broadcast", "scaled_losses early_losses", "loss_graphs"
+    BROADCAST = "broadcast", "scaled_losses early_losses recorder", "loss_graphs"
+    # An operation, at its line, that passes no gradient on, in a step that lacks some.
+    PASSES_NONE = "passes_none", "recorder", "__init__"
     FLAT = "flat", "scaled_losses", "learning"  # it is behind many of sigmoid and tanh in a row
     UNHELD = "unheld", "scaled_losses", "learning"  # it depends on what no model and optimizer has
     # It depends on those in a list of the model's.

@@ -1,0 +1,124 @@
+"""What one early step of TensorFlow shows of its operations: targets that are broadcast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from importlib import import_module
+from inspect import currentframe
+from traceback import walk_stack
+from typing import Any
+
+from gradscaler.diagnose._graph.call_site import users_line
+
+Tensor = Any
+Operation = Any
+
+_DIFFERENCES = {"Sub": "sub", "SquaredDifference": "squared_difference"}
+_RESHAPES = {"Reshape", "ExpandDims", "StridedSlice"}  # the code means a column by them
+# Operations that pass no gradient on; the first ones are the likelier to be meant.
+_PASS_NONE = {"StopGradient": "stop_gradient", "Round": "round", "Rint": "rint", "Sign": "sign"}
+_PASS_NONE |= {"Floor": "floor", "Ceil": "ceil", "ArgMax": "argmax"}
+_MOST = 2_000  # operations of a loss that are looked at
+
+
+def broadcast_in(loss: Tensor) -> str:
+    """Where a loss in a graph compares each output with each target; empty if nowhere.
+
+    Returns:
+        such as ``"sub at train.py:20 makes [n, n] of [n, 1]"``.
+    """
+    waiting, seen = [loss.op], set[int]()
+    while waiting and len(seen) < _MOST:
+        operation = waiting.pop()
+        if id(operation) in seen:
+            continue
+        seen.add(id(operation))
+        inputs = list(operation.inputs)
+        name = _DIFFERENCES.get(operation.type)
+        if name is not None and len(inputs) == 2:
+            given = [(list(each.shape or ()), each.op.type in _RESHAPES) for each in inputs]
+            if all(each.shape.rank is not None for each in inputs) and (sizes := _sizes(given)):
+                frames = [(each.filename, each.lineno) for each in operation.traceback]
+                return f"{name} at {users_line(reversed(frames))}{sizes}"
+        waiting += [each.op for each in inputs]
+    return ""
+
+
+def _sizes(given: Iterable[tuple[Sequence[int | None], bool]]) -> str:
+    """The sizes, if of two inputs one has n rows, and the other is a column of n that no code made.
+
+    ``given`` has the shape of each, in which None is a number that is not known yet, and whether it
+    was reshaped.
+    """
+    row, column = sorted(given, key=lambda each: len(each[0]))
+    is_pair = len(row[0]) == 1 and len(column[0]) == 2 and column[0][1] == 1
+    if not is_pair or column[1] or row[0][0] != column[0][0] or row[0][0] == 1:
+        return ""
+    n = "n" if row[0][0] is None else row[0][0]
+    return f" makes [{n}, {n}] of [{n}, 1]"
+
+
+class EarlyStep:
+    """The operations of an eager step between its first two calls of ``see_gradient()``.
+
+    Attributes:
+        broadcast: where it compares each output with each target; empty if nowhere.
+    """
+
+    def __init__(self) -> None:
+        self.broadcast = ""
+        self._passes_none: dict[str, str] = {}  # lines by the operation
+        self._reshaped = set[int]()
+        self._num_gradients = 0
+
+    @property
+    def passes_none(self) -> str:
+        """An operation that passes no gradient on, and its line; empty if none ran."""
+        found = [each for each in _PASS_NONE if each in self._passes_none]
+        return f"{_PASS_NONE[found[0]]} at {self._passes_none[found[0]]}" if found else ""
+
+    def see_gradient(self) -> None:
+        """See that a gradient is taken, which ends a forward pass."""
+        self._num_gradients += 1
+        callbacks = import_module("tensorflow.python.framework.op_callbacks")
+        if self._num_gradients == 1:
+            callbacks.add_op_callback(self._see)
+        elif self._num_gradients == 2:
+            self.stop()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._num_gradients = 2
+        callbacks = import_module("tensorflow.python.framework.op_callbacks")
+        with suppress(KeyError):  # another thread began
+            callbacks.remove_op_callback(self._see)
+
+    def _see(
+        self,
+        name: str | bytes,
+        inputs: Sequence[Any],
+        _: Any,
+        outputs: Sequence[Any],
+        op_name: str | None = None,
+        graph: Any = None,
+    ) -> None:
+        if graph is not None:
+            return
+        with suppress(Exception):  # it would look like an error of the user's operation
+            self._look(name if isinstance(name, str) else name.decode(), inputs, outputs)
+
+    def _look(self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        if name in _RESHAPES:
+            self._reshaped |= {each._id for each in outputs}
+        elif name in _PASS_NONE:
+            self._passes_none.setdefault(name, str(_line()))
+        elif name in _DIFFERENCES and not self.broadcast:
+            sizes = _sizes([(list(each.shape), each._id in self._reshaped) for each in inputs])
+            if sizes:
+                self.broadcast = f"{_DIFFERENCES[name]} at {_line()}{sizes}"
+
+
+def _line() -> str | None:
+    calls = walk_stack(currentframe())
+    return users_line((each.f_code.co_filename, number) for each, number in calls)

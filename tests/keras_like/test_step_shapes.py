@@ -1,0 +1,93 @@
+"""Loops of TensorFlow whose targets are broadcast, or whose variables are changed by hand."""
+
+import io
+
+import numpy as np
+import pytest
+
+import gradscaler
+from gradscaler._run_script import tape_steps, voice
+from tests.support.keras_like import FRAMEWORK
+
+pytestmark = pytest.mark.skipif(FRAMEWORK != "tf_keras", reason="TensorFlow's own")
+
+if FRAMEWORK == "tf_keras":
+    import tensorflow as tf
+    import tf_keras
+
+INPUTS = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+
+
+@pytest.fixture
+def said(monkeypatch, tmp_path):
+    def of(train):
+        told = io.StringIO()
+        monkeypatch.setattr(voice, "_STDERR", told)
+        tape_steps.optimizers_stepped.clear()
+        with gradscaler.watch(tmp_path):
+            train()
+        return " ".join(told.getvalue().split())
+
+    return of
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize("kind", ["mistake", "column", "meant"])
+def test_a_column_of_outputs_minus_a_row_of_targets_is_named(said, is_compiled, kind):
+    def train():
+        model = tf_keras.Sequential([tf_keras.layers.Dense(1)])
+        optimizer = tf_keras.optimizers.SGD(0.01)
+        model.build((None, 4))
+
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                outputs = model(x)
+                if kind == "column":
+                    y = y[:, None]
+                if kind == "meant":
+                    outputs = outputs[:, 0][:, None]
+                loss = tf.reduce_mean(tf.square(y - outputs))
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+            return loss
+
+        run = tf.function(step) if is_compiled else step
+        for _ in range(6):
+            run(tf.constant(INPUTS), tf.constant(INPUTS[:, 0]))
+
+    text = said(train)
+    assert ("compares each output with each target" in text) is (kind == "mistake")
+    if kind == "mistake":
+        assert "makes [8, 8] of [8, 1]" in text
+        assert "test_step_shapes.py:" in text
+
+
+@pytest.mark.parametrize("cuts", [True, False])
+def test_variables_that_are_changed_by_hand_are_steps(said, cuts):
+    def train():
+        first, last = tf.Variable(tf.ones((4, 3)), name="first"), tf.Variable(tf.ones((3, 1)))
+        for _ in range(30):
+            with tf.GradientTape() as tape:
+                hidden = INPUTS @ first
+                hidden = tf.stop_gradient(hidden) if cuts else hidden
+                loss = tf.reduce_mean((hidden @ last) ** 2)
+            gradients = tape.gradient(loss, [first, last])
+            for each, gradient in zip([first, last], gradients, strict=True):
+                if gradient is not None:
+                    each.assign_sub(0.01 * gradient)
+
+    text = said(train)
+    assert "after 30 steps" in text
+    assert ("unless first should be trained" in text) is cuts
+    assert ("and stop_gradient at" in text) is cuts
+
+
+def test_gradients_that_change_nothing_are_no_steps(said):
+    def train():
+        variable = tf.Variable([1.0])
+        for _ in range(9):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(variable**2)
+            tape.gradient(loss, [variable])
+
+    assert "after" not in said(train)
