@@ -167,6 +167,28 @@ def test_probabilities_for_logits_and_logits_for_probabilities(said, activation,
     )
 
 
+class Squares(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return mean((y_true - y_pred) ** 2)
+
+
+class Column(Squares):
+    def call(self, y_true, y_pred):
+        return super().call(y_true, y_pred[:, 0] if len(y_true.shape) == 1 else y_pred)
+
+
+# Keras 2 gives each loss outputs and labels of one shape.
+@pytest.mark.skipif(not KERAS_3, reason="Keras 2 makes one shape of both")
+@pytest.mark.parametrize("loss", [Squares, Column, keras.losses.MeanSquaredError])
+def test_a_loss_of_the_user_s_that_broadcasts_labels_is_named(said, loss):
+    def train():
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", loss())
+        model.fit(INPUTS, TARGETS[:, 0], 8, 2, verbose=0)
+
+    assert ("Squares compares each output with each label" in said(train)) is (loss is Squares)
+
+
 def test_a_loss_with_swapped_arguments_is_told_if_it_fails(said):
     def train(loss):
         model = small(activation="sigmoid")

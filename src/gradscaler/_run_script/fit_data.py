@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,10 +24,12 @@ class FirstBatch:
 
     Attributes:
         text: what it holds that is not finite, and what to do; empty if all is finite.
+        labels: the shape of its labels; None if it has none, or several.
     """
 
     def __init__(self) -> None:
         self.text, self._is_seen = "", False
+        self.labels: tuple[int, ...] | None = None
 
     def callback(self, kind: Any) -> Any:
         """A callback, of a class of Keras, that gets the first batch before its step."""
@@ -47,7 +49,7 @@ class FirstBatch:
                 try:
                     if not first._is_seen:
                         first._is_seen = True
-                        first.text = _bad_in(model, replay.batch)
+                        first._look(model, replay.batch)
                 finally:
                     if self.batches is not None:
                         self.batches.stop()
@@ -59,15 +61,20 @@ class FirstBatch:
 
         return Looking()
 
+    def _look(self, model: Any, batch: Any) -> None:
+        package: Any = sys.modules[package_of(model)]
+        parts = package.utils.unpack_x_y_sample_weight(batch)
+        if hasattr(parts[1], "shape"):
+            self.labels = tuple(parts[1].shape)
+        self.text = _bad_in(package, parts)
+
 
 def _is_usual(model: Any) -> bool:
     """Whether Keras makes the function that trains a model, which takes an iterator then."""
     return bool(type(model).make_train_function.__module__.startswith(("keras.", "tf_keras.")))
 
 
-def _bad_in(model: Any, batch: Any) -> str:
-    package: Any = sys.modules[package_of(model)]
-    parts = package.utils.unpack_x_y_sample_weight(batch)
+def _bad_in(package: Any, parts: Sequence[Any]) -> str:
     for name, part in zip(_PARTS, parts, strict=False):
         for values in _arrays_in(package, part):
             if values.dtype.kind == "f" and read(values).state == "bad":

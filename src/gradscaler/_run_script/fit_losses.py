@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from gradscaler.diagnose._gradients.arrays import to_numpy
 from gradscaler.diagnose._graph.call_site import is_of_user, shown_line
+from gradscaler.diagnose._locate.unnoticed import unnoticed
 from gradscaler.diagnose._record.located import Located, Made
 from gradscaler.diagnose._seams.keras import backend_of, package_of
 
@@ -44,6 +46,36 @@ def swapped(model: Model) -> str:
         f"Keras calls a loss with (y_true, y_pred), and {function.__name__} at {at} takes "
         f"({names[0]}, {names[1]}): {names[0]} is the labels. Exchange its arguments."
     )
+
+
+def broadcast(model: Model, labels: tuple[int, ...] | None) -> str:
+    """What says that a loss of the user's compares each output with each label; empty if not.
+
+    Keras gives its own losses, and functions, outputs and labels of one shape. A class of the
+    user's gets them as they are. It is called twice with four labels, which it should not tell
+    apart from a column of four.
+    """
+    loss = getattr(model, "loss", None)
+    outputs = getattr(model, "outputs", None) or []
+    shape = tuple(outputs[0].shape) if len(outputs) == 1 else ()
+    package: Any = sys.modules[package_of(model)]
+    if not isinstance(loss, package.losses.Loss) or not is_of_user(type(loss).call):
+        return ""
+    if package_of(model) != "keras" or labels is None or len(labels) != 1 or shape[1:] != (1,):
+        return ""
+    tensor, numpy_of = package.ops.convert_to_tensor, package.ops.convert_to_numpy
+    row = np.array([0.1, 0.2, 0.6, 0.9], np.float32)
+    made = tensor(np.array([[0.3], [0.8], [0.5], [0.7]], np.float32))
+    with suppress(Exception), unnoticed():  # it may take nothing of these shapes
+        losses = (loss.call(tensor(each), made) for each in (row, row[:, None]))
+        as_row, as_column = (float(np.mean(numpy_of(each))) for each in losses)
+        if np.isfinite([as_row, as_column]).all() and not np.isclose(as_row, as_column, rtol=1e-3):
+            return (
+                f"{type(loss).__name__} compares each output with each label of the batch, not "
+                "with its own: outputs have the shape [n, 1], and labels [n]. Give it labels of "
+                "the shape [n, 1], or take [:, 0] of the outputs in it."
+            )
+    return ""
 
 
 def of_labels(model: Model, batch: Any, located: Located) -> str:

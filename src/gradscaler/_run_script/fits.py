@@ -17,7 +17,7 @@ import numpy as np
 from gradscaler._run_script.files import RunFiles
 from gradscaler._run_script.fit_data import FirstBatch
 from gradscaler._run_script.fit_gradients import FitGradients, may_keep_gradients
-from gradscaler._run_script.fit_losses import of_labels, of_logits, swapped
+from gradscaler._run_script.fit_losses import broadcast, of_labels, of_logits, swapped
 from gradscaler._run_script.fit_weights import FitWeights
 from gradscaler._run_script.options import MOST_RUNS, STOPPED
 from gradscaler._run_script.termination import before_termination
@@ -246,7 +246,9 @@ class Losses:
         self._latest: float | None = None  # the mean loss of the latest epoch
         self.gradients: FitGradients | None = None  # which a step of the model's own may keep
         self.batch, self._states = FirstBatch(), FitWeights()
-        self._swapped = self._of_logits = ""  # mistakes in the loss that compile() was given
+        self._swapped = self._of_logits = self._broadcast = (
+            ""  # mistakes in the loss that compile() was given
+        )
 
     def callback(self) -> Any:
         """A callback that looks at the loss after each batch, which is on the host then."""
@@ -291,6 +293,7 @@ class Losses:
                     losses._latest = float(np.mean(logs["loss"]))
                 losses._look_at(self.model, "at the end of the epoch")
                 losses._see_weights(self.model)
+                losses._see_shapes(self.model)
 
         return Looking()
 
@@ -303,6 +306,14 @@ class Losses:
                 voice.tell(self._of_logits)
         if params:
             self._see_weights(model)
+
+    def _see_shapes(self, model: Any) -> None:
+        """See once whether the loss compares each output with each label."""
+        if self._num_epochs > 1:
+            return
+        self._broadcast = broadcast(model, self.batch.labels)
+        if self._broadcast:
+            voice.tell(self._broadcast)
 
     def _see_weights(self, model: Any) -> None:
         """See a model's weights before the first epoch, and at the end of each."""
@@ -392,7 +403,8 @@ class Losses:
         if self._states.bad:
             return " ".join(filter(None, [self._states.bad, self.batch.text]))
         hint = self._if_not_fallen
-        causes = [found.text if found else "", self._of_logits, self._states.still(self._num_steps)]
+        causes = [found.text if found else "", self._of_logits, self._broadcast]
+        causes += [self._states.still(self._num_steps)]
         causes += [self._swapped] if hint else []
         return " ".join(filter(None, causes)) or hint
 

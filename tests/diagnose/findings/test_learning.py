@@ -170,6 +170,14 @@ def test_parameters_without_a_gradient_are_named_before_the_learning_rate(losses
     assert ("Nothing needs fixing" in text) == (losses is FELL and not cut)
 
 
+def test_what_passes_no_gradient_on_is_named_with_the_parameters_that_lack_one():
+    place = "stop_gradient at train.py:22"
+    seen = Events().after({"passes_none": 2, f"passes_none {place}": 2})
+    text = told(FELL, missing=HEADS, events=seen)
+    assert f"no sample holds a gradient of them, and {place} passes none on" in text
+    assert place not in told(FELL, events=seen)
+
+
 def test_optimizers_that_take_turns_have_no_gradients_meanwhile():
     turns = Events().after({"switched": 60})
     assert "head.weight" not in told(STOOD, missing=HEADS, events=turns)

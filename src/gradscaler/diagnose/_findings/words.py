@@ -302,6 +302,14 @@ _ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     ("model.parameters()", ("model.parameters()", *("its list of parameters",) * 4)),
+    (
+        "squeeze(-1) those of shape [n, 1], or unsqueeze(-1) the others",
+        (
+            "squeeze(-1) those of shape [n, 1], or unsqueeze(-1) the others",
+            *("take [:, 0] of those of shape [n, 1], or [:, None] of the others",) * 3,
+            "squeeze(-1) those of shape [n, 1], or unsqueeze(-1) the others",
+        ),
+    ),
     ("squeeze(-1)", ("squeeze(-1)",) * 5),
     ("load_state_dict()", ("set_state_dict()", *("weights that are loaded",) * 4)),
     # Modes.
