@@ -150,6 +150,7 @@ def test_a_loss_that_stands_is_told(said):
     assert "If they should have fallen, look at the learning rate" in said(train)
 
 
+@pytest.mark.filterwarnings("ignore:.*received .from_logits=True:UserWarning")
 @pytest.mark.parametrize("activation", ["sigmoid", None])
 @pytest.mark.parametrize("from_logits", [True, False])
 def test_probabilities_for_logits_and_logits_for_probabilities(said, activation, from_logits):

@@ -123,7 +123,8 @@ def of_logits(model: Model) -> str:
             f"{made_by}: they are normalised once more, so the loss cannot come near 0. Leave out "
             "this activation, or from_logits=True."
         )
-    if made_by != "linear" or not hasattr(layer, "kernel"):
+    is_dense = hasattr(layer, "units") or hasattr(layer, "filters")  # or a convolution
+    if made_by != "linear" or not is_dense:
         return ""
     return (
         f"{name} takes probabilities, as from_logits is False, and {layer.name} makes logits, "
