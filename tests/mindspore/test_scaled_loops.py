@@ -96,6 +96,36 @@ def test_a_step_that_is_applied_in_spite_of_a_scaler_is_told_with_its_operation(
     assert "skipped" not in said
 
 
+def overflowing(scaler, skips):
+    """A training in which the loss scale alone makes a gradient in float16 Inf in one step."""
+    model = nn.Dense(4, 1, weight_init=mindspore.common.initializer.One(), has_bias=False)
+    optimizer = nn.SGD(model.trainable_params(), 1e-3)
+
+    def forward(inputs):
+        outputs = model(inputs).astype(mindspore.float16).astype(mindspore.float32)
+        return scaler.scale(outputs.mean())
+
+    take = mindspore.value_and_grad(forward, None, optimizer.parameters)
+    for step in range(1, NUM_STEPS + 1):
+        scaler.scale_value.assign_value(mindspore.Tensor(2.0 ** (30 if step == BAD else 10)))
+        _, gradients = take(mindspore.Tensor(np.ones((8, 4), "float32")))
+        gradients = scaler.unscale(gradients)
+        if amp.all_finite(gradients) or not skips:
+            optimizer(gradients)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("name", ["native", "static"])
+def test_an_overflow_of_the_scale_that_is_applied_is_told(name, skips, monkeypatch, tmp_path):
+    monkeypatch.setattr(voice, "_STDERR", io.StringIO())
+    with gradscaler.watch(tmp_path):
+        overflowing(scaler_named(name), skips)
+    said = " ".join(voice._STDERR.getvalue().split())
+    only = "call optimizer(gradients) only if amp.all_finite(gradients), and lower the scale."
+    assert (f"Without the loss scale, the gradients are finite: {only}" in said) != skips
+    assert ("No loss scale fixes" in said) is False
+
+
 UNDIVIDED = "they are still multiplied by the loss scale"
 
 

@@ -30,7 +30,7 @@ from gradscaler.diagnose._monitor.parameters import eps_of
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
 from gradscaler.diagnose._monitor.replay import MOST_IN_VAIN, located_in
 from gradscaler.diagnose._monitor.traced_scalers import number_of
-from gradscaler.diagnose._monitor.undivided import undivided
+from gradscaler.diagnose._monitor.undivided import undivided, unskipped
 
 Tensor = Any
 Cell = Any
@@ -61,6 +61,7 @@ class _Step:
         located: where the first Inf or NaN began.
         is_applied: whether an optimizer took gradients of Inf or NaN.
         is_undivided: whether an optimizer took gradients that are still scaled.
+        is_unskipped: whether these were finite without the loss scale, as another run showed.
     """
 
     loss: float | None
@@ -71,6 +72,7 @@ class _Step:
     located: Located | None = None
     is_applied: bool = False
     is_undivided: bool = False
+    is_unskipped: bool = False
 
     def is_smallest(self, gradient: Tensor | None) -> bool:
         """Whether a gradient has the bits of the smallest one."""
@@ -228,7 +230,7 @@ class GradientLoops:
         again = None if replay is None else partial(_unscaled, replay, loop.scaler)
         step = _Step(number, scale, bad, again)
         if loop.is_fixed and bad:
-            step.located = self._located(loop, again)
+            self._locate(loop, step)
         if loop.is_loss_scaled and loop.is_proven is not False and not bad and scale > 1:
             arrays = map(to_numpy, sorted(gradients.values(), key=lambda each: each.size))
             step.smallest = next((each.copy() for each in arrays if each.any()), None)
@@ -245,7 +247,8 @@ class GradientLoops:
         for loop, step in ((loop, loop.step) for loop in loops if loop.step is not None):
             if step.bad and not step.is_applied and not loop.is_fixed:
                 step.is_applied = bool(inspect(list(gradients)))
-                step.located = self._located(loop, step.again) if step.is_applied else None
+                if step.is_applied:
+                    self._locate(loop, step)
             elif any(map(step.is_smallest, gradients)):
                 step.is_undivided = self._is_scaled(loop, step)
 
@@ -255,33 +258,35 @@ class GradientLoops:
         The function may refer to a scaler that it does not call. It is run once in a loop.
         """
         if loop.is_proven is None:
-            losses: list[Tensor] = []
-            self._run_again(step.again, losses)
-            alone = abs(number_of(losses[0])) if losses else math.inf
+            _, made = self._run_again(step.again)
+            first = made[0] if made else math.inf
+            alone = abs(number_of(first[0] if isinstance(first, tuple) else first))
             loop.is_proven = alone < math.sqrt(step.scale) * abs(step.loss or 0.0)
         return loop.is_proven
 
-    def _located(self, loop: _Loop, again: Replay | None) -> Located | None:
-        if not loop.num_searches:
-            return None
-        loop.num_searches -= 1
-        return self._run_again(again, [])
+    def _locate(self, loop: _Loop, step: _Step) -> None:
+        """Locate the first Inf or NaN of a step; without a loss scale, there may be none."""
+        if loop.num_searches:
+            loop.num_searches -= 1
+            step.located, made = self._run_again(step.again)
+            gradients = _last(made[1], len(made[1])) if made else []
+            step.is_unskipped = bool(made) and not inspect(list(gradients))
 
-    def _run_again(self, again: Replay | None, losses: list[Tensor]) -> Located | None:
-        """Take the gradient of a step again; note the loss, and locate its first Inf or NaN."""
+    def _run_again(self, again: Replay | None) -> tuple[Located | None, Any]:
+        """Take the gradient of a step again: where its first Inf or NaN began, and what it made."""
         if again is None:
-            return None
+            return None, ()
         model, take = again()
+        made: list[Any] = []
 
         def closure() -> Any:
-            made = take()
-            losses.extend(made[0] if isinstance(made[0], tuple) else made[:1])
-            return made
+            made.append(take())
+            return made[-1]
 
         try:
-            return located_in(model, closure)
+            return located_in(model, closure), made[-1]
         except Exception:  # such as of the user's function, which may take a batch once
-            return None
+            return None, ()
 
     def _record_step(self, run: WatchedRun, loop: _Loop) -> None:
         """Record the latest step of a scaler, of which nothing more will be known."""
@@ -289,6 +294,7 @@ class GradientLoops:
         if step is None:
             return
         undivided[loop.given] = step.is_undivided
+        unskipped[loop.given] = step.is_unskipped
         if loop.is_fixed:
             self._record_fixed(run, loop, step)
             return
@@ -303,6 +309,7 @@ class GradientLoops:
         model = loop.model()
         held = {} if model is None else {each.name: each for each in model.get_parameters()}
         is_applied = bool(inspect({name: held[name] for name in step.bad if name in held}))
+        unskipped[loop.given] = step.is_unskipped and is_applied
         if step.bad and not is_applied:
             run.leave_unchanged(step.located)
         elif step.located is not None:

@@ -16,6 +16,7 @@ from gradscaler.diagnose._findings.advice import (
 from gradscaler.diagnose._findings.case import Case, Outcome
 from gradscaler.diagnose._findings.evidence import STATISTICS, Evidence
 from gradscaler.diagnose._findings.nan_skips import is_nan
+from gradscaler.diagnose._record.events import Event
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.located import (
     BadGradient,
@@ -51,6 +52,10 @@ _SCALED_BY_HAND = (
     "the script multiplies its loss by a scale of its own, which makes gradients larger than the "
     "65504 that float16 ends at: leave that to a GradScaler, which skips such steps and lowers its "
     "scale, or lower it"
+)
+_UNSKIPPED = (
+    "Without the loss scale, the gradients are finite: skip each step whose gradients are not, and "
+    "lower the scale."
 )
 _OVERFLOW = (
     "look for a division by a number near 0 or an exponential, lower the learning rate or warm it "
@@ -307,10 +312,11 @@ def gradient(case: Case) -> Finding | None:
         action = _IN_FLOAT16 if evidence.is_in_float16 else _OVERFLOW
         if evidence.is_scaled_by_hand:
             action = _SCALED_BY_HAND
+    is_of_scale = is_applied and evidence.events.count(Event.UNSKIPPED) > 0
     return Finding(
         "nan",
         f"{bad}{where}{at}{though}{so}.",
-        at_any_scale(action, evidence),
+        _UNSKIPPED if is_of_scale else at_any_scale(action, evidence),
         name,
         None if located is None else located.line,
         is_certain=case.outcome is not Outcome.IN_A_ROW or case.last.scale <= 1,

@@ -130,6 +130,13 @@ _ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "Call gradients = scaler.unscale(gradients) before",
         ),
     ),
+    (
+        "skip each step whose gradients are not",
+        (
+            *("skip each step whose gradients are not",) * 4,
+            "call optimizer(gradients) only if amp.all_finite(gradients)",
+        ),
+    ),
     # Dtypes.
     (
         "under torch.autocast(device, dtype=torch.float16)",

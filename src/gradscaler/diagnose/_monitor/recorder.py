@@ -18,7 +18,7 @@ from gradscaler.diagnose._monitor.step_log import Observations, StepLog
 from gradscaler.diagnose._monitor.step_source import StepSource
 from gradscaler.diagnose._monitor.streaks import MOST_NONFINITE
 from gradscaler.diagnose._monitor.traced_scalers import ScalerState, number_of, policy_of, state_of
-from gradscaler.diagnose._monitor.undivided import undivided
+from gradscaler.diagnose._monitor.undivided import undivided, unskipped
 from gradscaler.diagnose._record.events import Counted, Event
 from gradscaler.diagnose._record.lines import BadStep, Optimizers
 from gradscaler.diagnose._record.located import Located
@@ -123,6 +123,8 @@ class Recorder(StepSource):
         step.missing = self._missing(gradients) if step.is_sampled else ()
         if undivided.get(self.scaler, otherwise=False):
             self.events.append(Counted(Event.UNDIVIDED))
+        if unskipped.get(self.scaler, otherwise=False):
+            self.events.append(Counted(Event.UNSKIPPED))
         step.events = tuple(self.events)
         self.events.clear()
         self.parameters.latest = parameters

@@ -32,6 +32,8 @@ class Event(Enum):
     MIXED = "mixed", "observer", "calls"  # a step used gradients of which a part was unscaled
     # A step took the gradients of a scaled loss as they were.
     UNDIVIDED = "undivided", "recorder", "optimizers"
+    # A step took gradients that had left their dtype by the loss scale alone.
+    UNSKIPPED = "unskipped", "recorder", "origins"
     REPEATED = "repeated", "observer", "calls"  # the optimizer stepped beside its scaler
     # The gradients of a step that a script left out were not zeroed.
     KEPT = "kept", "loop_observer", "evidence"
