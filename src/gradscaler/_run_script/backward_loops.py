@@ -52,6 +52,7 @@ class BackwardLoops:
         self._early: EarlyLosses | None = None  # of the latest run
         self._stepping = 0  # calls of step() that run
         self._loss: Tensor | None = None  # of the latest backward pass
+        self._scaled: WeakSet[Optimizer] = WeakSet()  # that a scaler stepped since then
         self._num_passes = 0  # backward passes after the latest step
         self._most_passes = 1  # the most before a step
         self._classes: set[type] = set()  # of optimizers, whose step is seen
@@ -79,6 +80,26 @@ class BackwardLoops:
             return backward(loss, *args, **kwargs)
 
         replace(self._framework.Tensor, "backward", seen)
+        self._see_steps_by(self._framework.amp.GradScaler)
+
+    def _see_steps_by(self, kind: Any) -> None:
+        """See which optimizers the framework's own scaler steps."""
+        step = kind.step
+        before, after = guarded(self._scaled.discard), guarded(self._note_scaled)
+
+        @in_place_of(step)
+        def seen(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            before(optimizer)
+            made = step(scaler, optimizer, *args, **kwargs)
+            after(optimizer)
+            return made
+
+        replace(kind, "step", seen)
+
+    def _note_scaled(self, optimizer: Optimizer) -> None:
+        """Note that a scaler has stepped an optimizer, or skipped its step."""
+        if not self._runs.is_off:
+            self._scaled.add(optimizer)
 
     def _see_optimizer(self, optimizer: Optimizer) -> None:
         """See the steps of an optimizer's class, and of those that it derives from."""
@@ -130,15 +151,17 @@ class BackwardLoops:
                 partial(self._begin_scaled, scaler),
                 partial(self._runs.end_step, id(scaler)),
             )
-            self._observed.add(scaler, ScalerWatch(begin, lambda _: None, end))
+            self._observed.add(scaler, ScalerWatch(begin, self._note_scaled, end))
 
     def _begin_scaled(self, scaler: Any) -> None:
+        self._scaled.clear()
         if not self._runs.is_off and (self._new or id(scaler) not in self._runs.open):
             self._begin(id(scaler), scaler)
 
     def _see_loss(self, loss: Tensor) -> None:
         if not self._runs.is_off:
             self._loss = loss.detach()
+            self._scaled.clear()
             self._kept.before_backward()
             self._see_unstepped()
             if self._early is not None:
@@ -184,6 +207,8 @@ class BackwardLoops:
         events = [] if self._early is None else self._early.take(self._held)
         for run in self._runs.open.values() if events else ():
             run.note_events(events)
+        for run in self._runs.open.values() if optimizer in self._scaled else ():
+            run.note_repeated()
         trained = [p for p in _parameters_of(optimizer) if p.requires_grad]
         gradients = {self._names.get(id(p), p.name): p.grad for p in trained}
         if LOOP in self._runs.open and gradients and not is_scaled:

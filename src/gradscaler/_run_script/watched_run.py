@@ -160,6 +160,10 @@ class WatchedRun:
         """Note operations of the step that is recorded next; see Monitor."""
         self._monitor.note_operations(broadcast, passes_none)
 
+    def note_repeated(self) -> None:
+        """Note that a step that begins repeats that of a scaler; see Monitor."""
+        self._monitor.note_repeated()
+
     def leave_unchanged(self, located: Located | None) -> None:
         """Note that the step that is recorded next left the weights as they were, and why."""
         self._num_unchanged += 1

@@ -112,6 +112,11 @@ def of_calls():
     return [
         ("called 5 times beside ... count=5", [counted(9, repeated=5)], [counted(9, repeated=4)]),
         (
+            "called 1 time beside ... count=1",
+            [counted(9, {"bad_step": BadStep(1, 1.0, (NAN,))}, repeated=1)],
+            [counted(9, {"bad_step": BadStep(1, 1.0, (NAN,), is_left_out=True)}, repeated=1)],
+        ),
+        (
             "5 forward passes computed in float16 ... count=5",
             [counted(0, disabled=5)],
             [counted(0, disabled=4), counted(1, disabled=5)],

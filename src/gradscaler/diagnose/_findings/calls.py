@@ -30,15 +30,18 @@ from gradscaler.diagnose._record.thresholds import (
 )
 
 
-@detector(Phase.WRITES_NAN, in_streak=Role.CAUSE)
+@detector(Phase.WRITES_NAN, in_streak=Role.CAUSE, at_bad_step=Role.CAUSE)
 def repeated(evidence: Evidence) -> Finding | None:
     """Steps that an optimizer takes once more, beside those of its scaler."""
     count = evidence.events.count(Event.REPEATED)
-    if count < FEW_CALLS:
+    # Of a scaler's loop, only the step beside it can have been applied in spite of an Inf or NaN.
+    is_bad = evidence.bad_step is not None and not evidence.bad_step.is_left_out
+    if count < (1 if is_bad else FEW_CALLS):
         return None
+    times = f"{count} time{'s' * (count > 1)}"
     return Finding(
         "misuse",
-        f"optimizer.step() was called {count} times beside step(optimizer) of the scaler, with the "
+        f"optimizer.step() was called {times} beside step(optimizer) of the scaler, with the "
         "same gradients: each step is taken twice, and one that is skipped for an Inf or a NaN is "
         "taken all the same.",
         "Leave out optimizer.step(): step(optimizer) of the scaler calls it. If the weights are "

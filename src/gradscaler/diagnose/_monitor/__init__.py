@@ -394,6 +394,14 @@ class Monitor:
         if self._is_open and isinstance(self._source, Recorder):
             self._source.note_operations(broadcast, passes_none)
 
+    def note_repeated(self) -> None:
+        """Note that the script calls an optimizer's step once more, beside that of its scaler.
+
+        In PyTorch, the monitor sees it by itself.
+        """
+        if self._is_open:
+            self._source.note_repeated()
+
     def leave_out(self, loss: Tensor) -> None:
         """Report a loss of PyTorch that is Inf or NaN, and for which the script makes no step.
 

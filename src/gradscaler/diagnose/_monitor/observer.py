@@ -107,7 +107,7 @@ class EagerObserver(StepSource):
         self._mode = TrainingMode(self.model if is_torch else None)
         self._repeated: RepeatedSteps | None = None
         if is_torch and self._steps_by_scaler:
-            self._repeated = RepeatedSteps(self.model, weakly(self._note_repeated))
+            self._repeated = RepeatedSteps(self.model, weakly(self.note_repeated))
         self._updated = self.log.counts.step  # the last step whose `updating` ended
 
     @property
@@ -217,7 +217,9 @@ class EagerObserver(StepSource):
         """Note events of the step that is not over."""
         self._iterations.latest.events += events
 
-    def _note_repeated(self) -> None:
+    @closes_if_asked
+    def note_repeated(self) -> None:
+        """Note a step that an optimizer makes beside that of its scaler."""
         self._iterations.latest.note(Event.REPEATED)
 
     def _see_before_step(self, iteration: Iteration, optimizer: object) -> None:

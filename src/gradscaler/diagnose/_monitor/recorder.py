@@ -99,6 +99,10 @@ class Recorder(StepSource):
         for event, place in ((Event.BROADCAST, broadcast), (Event.PASSES_NONE, passes_none)):
             self.events += [Counted(event), Counted(event, place)] * bool(place)
 
+    def note_repeated(self) -> None:
+        """Note that the step that is recorded next repeats that of a scaler."""
+        self.events.append(Counted(Event.REPEATED))
+
     def record(
         self,
         scaler: object,

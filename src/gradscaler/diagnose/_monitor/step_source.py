@@ -38,6 +38,10 @@ class StepSource:
         """Note events of the step that is not over."""
         raise NotImplementedError
 
+    def note_repeated(self) -> None:
+        """Note a step that an optimizer makes beside that of its scaler."""
+        raise NotImplementedError
+
     def read(self) -> None:
         """Add the waiting steps to the log; waits for the device."""
         self._add_to(self.log, self.waiting)

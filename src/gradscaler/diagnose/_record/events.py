@@ -34,7 +34,7 @@ class Event(Enum):
     UNDIVIDED = "undivided", "recorder", "optimizers"
     # A step took gradients that had left their dtype by the loss scale alone.
     UNSKIPPED = "unskipped", "recorder", "origins"
-    REPEATED = "repeated", "observer", "calls"  # the optimizer stepped beside its scaler
+    REPEATED = "repeated", "observer recorder", "calls"  # the optimizer stepped beside its scaler
     # The gradients of a step that a script left out were not zeroed.
     KEPT = "kept", "loop_observer", "evidence"
     # Backward passes after the step of a number, the last one, that found an Inf or NaN of an

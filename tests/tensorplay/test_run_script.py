@@ -1,0 +1,48 @@
+"""Loops of TensorPlay under a watch: what is told of them, whose bits stay the same."""
+
+import numpy as np
+import pytest
+import tensorplay
+from tensorplay import nn
+
+import gradscaler
+from gradscaler.tensorplay import GradScaler
+
+STEPS = 6
+
+
+def trained(make_scaler, repeats, scale=2.0**10):
+    """The weights of a training in which a script may step beside its scaler, and those steps."""
+    tensorplay.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = tensorplay.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = make_scaler("cpu", init_scale=scale)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(tensorplay.ones(2, 4)).half().float().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if repeats:
+            optimizer.step()
+    return [each.detach().numpy().tobytes() for each in model.parameters()]
+
+
+@pytest.mark.parametrize("scale", [2.0**10, 2.0**24])
+@pytest.mark.parametrize("make_scaler", [tensorplay.amp.GradScaler, GradScaler])
+def test_a_step_beside_that_of_the_scaler_is_told(make_scaler, scale, tmp_path):
+    native = trained(make_scaler, True, scale)
+    with gradscaler.watch(tmp_path) as watch:
+        assert trained(make_scaler, True, scale) == native
+    assert np.isfinite(np.frombuffer(native[0], "float32")).all() == (scale < 2**24)
+    assert watch.verdict.kind == "misuse"
+    count = STEPS - (make_scaler is GradScaler)  # whose own steps come after its latest one
+    assert f"called {count} times beside step(optimizer) of the scaler" in watch.verdict.text
+
+
+@pytest.mark.parametrize("scale", [2.0**10, 2.0**24])
+@pytest.mark.parametrize("make_scaler", [tensorplay.amp.GradScaler, GradScaler])
+def test_a_loop_with_a_scaler_alone_is_no_mistake(make_scaler, scale, tmp_path):
+    with gradscaler.watch(tmp_path) as watch:
+        trained(make_scaler, False, scale)
+    assert watch.verdict is None or "beside" not in watch.verdict.text
