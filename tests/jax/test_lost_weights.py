@@ -115,6 +115,81 @@ def test_weights_that_the_next_gradient_does_not_see_are_told(tmp_path, is_compi
     assert "params = optax.apply_updates(params, updates)" in watch.verdict.text
 
 
+def targets_alone(params, x):
+    return jnp.mean(x.sum(1) ** 2) + 0.0 * jnp.round(params["w"]).sum()
+
+
+def units_that_are_off(params, x):
+    return jnp.mean((x.sum(1) - jax.nn.relu(x @ params["w"] - 1e9 + params["b"])) ** 2)
+
+
+APART = "all gradients are exactly 0, as the loss does not depend on the weights"
+ZERO = "all gradients of the weights are exactly 0"
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_compiled", "told"),
+    [
+        (targets_alone, True, APART),
+        (units_that_are_off, True, ZERO),
+        (targets_alone, False, ZERO),
+    ],
+)
+def test_gradients_of_exactly_0_are_told(tmp_path, loss, is_compiled, told):
+    by = optax.adam(0.1)
+
+    def step(params, state, x):
+        value, gradients = take(params, x)
+        updates, state = by.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    with gradscaler.watch(tmp_path) as watch:
+        take = jax.value_and_grad(loss)
+        step = jax.jit(step) if is_compiled else step
+        loop = Loop(by)
+        for _ in range(5 * STEPS):
+            loop.params, loop.state, _ = step(loop.params, loop.state, INPUTS)
+    assert watch.verdict.kind == "misuse"
+    assert told in watch.verdict.text
+
+
+def trained_until(by, steps, noise=0.1, take=loss_of):
+    """A loop of batches that differ."""
+
+    @jax.jit
+    def step(state, x):
+        loss, gradients = jax.value_and_grad(take)(state.params, x)
+        return state.apply_gradients(grads=gradients), loss
+
+    params = Loop(by).params
+    state = flax.training.train_state.TrainState.create(apply_fn=None, params=params, tx=by)
+    for number in range(steps):
+        state, _ = step(state, INPUTS + noise * jnp.sin(number + 17 * INPUTS))
+
+
+def test_a_schedule_that_has_ended_early_is_told(tmp_path):
+    with gradscaler.watch(tmp_path) as watch:
+        trained_until(optax.adam(optax.cosine_decay_schedule(0.01, decay_steps=STEPS)), 50)
+    assert watch.verdict.kind == "misuse"
+    assert f"from step {STEPS + 1} on, in {50 - STEPS} of 50 steps, though gradients are not 0" in (
+        watch.verdict.text
+    )
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        lambda: trained_until(optax.sgd(0.5), 60, noise=0.0),  # it converges to the bit
+        lambda: trained_until(optax.MultiSteps(optax.adam(0.01), every_k_schedule=25), 80),
+        lambda: trained_until(optax.adam(optax.cosine_decay_schedule(0.01, decay_steps=60)), 80),
+    ],
+)
+def test_weights_that_stand_on_purpose_raise_no_alarm(tmp_path, train):
+    with gradscaler.watch(tmp_path) as watch:
+        train()
+    assert watch.verdict.kind == "normal"
+
+
 def a_warm_up_at_a_rate_of_0():
     rate = optax.constant_schedule(0.0)
     stepping(optax.adam(rate), lambda params, new, state, made: (new, made))

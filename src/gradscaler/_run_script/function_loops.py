@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial, update_wrapper
 from types import MethodType
 from typing import Any, ClassVar
@@ -23,12 +23,14 @@ from gradscaler.diagnose import Located
 from gradscaler.diagnose._graph.call_site import is_of_user
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.stand_ins import in_place_of
+from gradscaler.diagnose._locate.jaxpr import evaluate
 from gradscaler.diagnose._locate.leaf_names import names_in_states, opaque_in, parameters_of
 from gradscaler.diagnose._locate.locate import is_locating
 from gradscaler.diagnose._locate.unnoticed import unnoticed
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
 from gradscaler.diagnose._monitor.replay import MOST_IN_VAIN, located_in
 from gradscaler.diagnose._monitor.traced_scalers import at_scale_1, is_of_jax
+from gradscaler.diagnose._record.thresholds import FEW_CALLS, LATE
 
 Array = Any
 Function = Callable[..., Any]
@@ -196,7 +198,9 @@ class FunctionLoops:
         leaves = [(path, made[at]) for path, at in places.floating]
         is_there = not any(getattr(each, "is_deleted", bool)() for each in before)
         pairs = [(before[old], made[new]) for old, new in places.changed if is_there]
-        finite, is_same = self._look_at([leaf for _, leaf in leaves], pairs, places)
+        kept = [(before[old], made[new]) for old, new in places.kept if is_there]
+        look = self._look_at([leaf for _, leaf in leaves], (pairs, kept), places)
+        finite, is_same, is_still, is_zero = look
         # A number is a loss or a metric; only a model of numbers alone has parameters of that kind.
         has_arrays = any(leaf.ndim for _, leaf in leaves)
         all_bad = [pair for pair, is_ok in zip(leaves, finite, strict=True) if not is_ok]
@@ -206,13 +210,16 @@ class FunctionLoops:
         run = self._runs.open[watched.key]
         is_left_out = is_same and self._is_left_out(watched, run, again, args)
         watched.has_moved |= bool(pairs) and not is_same
-        self._loops[watched.key].unmoved = self._unmoved(watched, before, places)
+        loop = self._loops[watched.key]
+        loop.unmoved = self._unmoved(watched, before, places) or "zero" * is_zero
+        if places.kept and is_there and not (nonfinite or is_left_out):
+            self._see_still(watched, loop, again, args, is_still=is_still)
         states = watched.states_in(before, leaves)
         others = [made[at] for path, at in places.others if path not in states]
         loss = self._loss_in(leaves, others, nonfinite, watched.of is watched.function)
         if nonfinite and not bad and _has_scaler(given) and self._is_of_scale(watched, again, args):
             is_left_out, loss = True, None
-        self._loops[watched.key].is_unchanged = bool(nonfinite) and is_same
+        loop.is_unchanged = bool(nonfinite) and is_same
         run.record(
             loss,
             self._named(bad, watched, args, results) if bad and not is_left_out else {},
@@ -220,23 +227,76 @@ class FunctionLoops:
         )
 
     def _look_at(
-        self, leaves: list[Array], pairs: list[tuple[Array, Array]], places: _Places
-    ) -> tuple[list[bool], bool]:
-        """Whether each array is finite, and whether all pairs are equal, of which there are some.
+        self, leaves: list[Array], groups: Sequence[list[tuple[Array, Array]]], places: _Places
+    ) -> tuple[list[bool], bool, bool, bool]:
+        """Whether each array is finite, all pairs of each group are equal, and gradients are 0.
 
         It is one program and one answer, as an array of JAX gives its numbers one by one, each by
         a program of its own. Where that is in doubt, a second one reads more.
         """
-        witness = pairs[places.witness] if pairs else None
+        witnesses = [
+            each[at] if each else None for each, at in zip(groups, places.witnesses, strict=True)
+        ]
         look = self._look if places.are_on_one else self._look_exactly
-        *finite, is_same = np.asarray(look(leaves, witness)).tolist()
-        if not all(finite) and places.are_on_one:  # or a sum of squares was Inf
-            *finite, _ = np.asarray(self._look_exactly(leaves, None)).tolist()
-        if is_same:
-            same = np.asarray(self._are_same(pairs)).tolist()
-            is_same = all(same)
-            places.witness = 0 if is_same else same.index(False)
-        return finite, is_same
+        (is_same, is_still), finite, zero = _parts(look(leaves, witnesses))
+        is_zero = bool(places.gradients) and all(zero[at] for at in places.gradients)
+        if (is_zero or not all(finite)) and places.are_on_one:  # or a sum of squares was Inf, or 0
+            _, finite, zero = _parts(self._look_exactly(leaves, [None, None]))
+            is_zero = is_zero and all(zero[at] for at in places.gradients)
+        is_still = is_still and self._are_all_same(groups, places, 1)
+        is_same = is_same and self._are_all_same(groups, places, 0)
+        return finite, is_same, is_still, is_zero and not is_still  # else they may be weights of 0
+
+    def _are_all_same(
+        self, groups: Sequence[list[tuple[Array, Array]]], places: _Places, of: int
+    ) -> bool:
+        same = np.asarray(self._are_same(groups[of])).tolist()
+        places.witnesses[of] = 0 if all(same) else same.index(False)
+        return all(same)
+
+    def _see_still(
+        self, watched: _Watched, loop: Unscaled, step: Function, args: Any, *, is_still: bool
+    ) -> None:
+        """See whether a step has returned its weights as they were, to the bit.
+
+        One that several such steps follow is run again once, to see its gradients.
+        """
+        number = self._num_steps[watched.key]
+        loop.stood = ""
+        if not is_still:
+            watched.still_since, watched.gradients = 0, ""
+            watched.has_stepped = True
+            return
+        watched.still_since = watched.still_since or number
+        count = number - watched.still_since + 1
+        enough = LATE if watched.has_stepped else FEW_CALLS
+        if count == enough and watched.num_searches:
+            watched.num_searches -= 1
+            watched.gradients = self._gradients_in(watched, step, args)
+        if watched.has_stepped:
+            loop.stood = f"{watched.still_since} {watched.gradients}".rstrip()
+        elif watched.gradients in ("apart", "zero"):
+            loop.unmoved = loop.unmoved or watched.gradients
+
+    def _gradients_in(self, watched: _Watched, step: Function, args: Any) -> str:
+        """The gradients of a step that is run again.
+
+        They are ``"apart"`` if they depend on nothing, all ``"zero"``, or not (``"some"``). Empty
+        if they are not known.
+        """
+
+        def gradients(*args: Any) -> list[Array]:
+            _, taken = self._with_gradients(step)(*args)
+            leaves = self._jax.tree_util.tree_leaves(taken)
+            return [leaves[at] for at in self._weights_in(watched, taken)]
+
+        try:
+            found, depend = evaluate(gradients, *args)
+        except Exception:  # such as for gradients in a loop of JAX's, which are traced within it
+            return ""
+        if not found or any(np.asarray(each).any() for each in found):
+            return "some" if found else ""
+        return "zero" if depend else "apart"
 
     def _is_left_out(self, watched: _Watched, run: WatchedRun, step: Function, args: Any) -> bool:
         """Whether a step that changed no weights left them for an Inf or NaN; the run notes it.
@@ -290,21 +350,24 @@ class FunctionLoops:
                 places = ((given[key][0] + each, at + each) for each in range(len(leaves)))
                 changed += [pair for pair in places if _is_array(leaves[pair[1] - at])]
         others = [each for each in floating if _place(each[0], results)[0] not in states]
+        new = self._weights_in(watched, results)
         devices: Iterator[set[Any]] = (getattr(leaf, "devices", set)() for _, leaf in paths)
         return _Places(
             floating,
             others,
             changed,
             all(len(each) < 2 for each in devices),
-            self._weights_in(watched, (args, kwargs)),
+            weights := self._weights_in(watched, (args, kwargs)),
             self._returns_given(watched, args, kwargs, results, changed),
+            [] if len(weights) != len(new) else list(zip(weights, new, strict=True)),
+            [number for number, (_, at) in enumerate(floating) if at in new],
         )
 
     def _weights_in(self, watched: _Watched, values: Any) -> list[int]:
-        """The places of the arrays in arguments or results of which a gradient is taken.
+        """The places of the numbers in arguments or results of which a gradient is taken.
 
-        They are those with its structure and its shapes. An optimizer's moments have them, too, and
-        are deeper in its state.
+        They are those with its structure and its shapes, if one of them is an array. An optimizer's
+        moments have them, too, and are deeper in its state.
         """
         tree, at = self._jax.tree_util, 0
         is_leaf = watched.is_leaf or (lambda _: False)
@@ -316,9 +379,9 @@ class FunctionLoops:
         )
         for path, node in nodes:
             leaves = tree.tree_leaves(node, watched.is_leaf)
-            if self._shapes(watched, node) in watched.by:
+            if self._shapes(watched, node) in watched.by and any(map(_is_array, leaves)):
                 places = range(at, at + len(leaves))
-                found.append((len(path), [x for x in places if _is_array(leaves[x - at])]))
+                found.append((len(path), [x for x in places if _is_floating(leaves[x - at])]))
             at += len(leaves)
         top = min((depth for depth, _ in found), default=0)
         return [each for depth, places in found if depth == top for each in places]
@@ -363,6 +426,14 @@ class FunctionLoops:
 
         In float16 it may be an overflow of a loss scale, which the next steps cure.
         """
+        try:
+            found = located_in(self._with_gradients(step), *args)
+        except Exception:  # such as for gradients in a loop of JAX's, which are traced within it
+            return None
+        return None if found is None or found.dtype == "float16" else found
+
+    def _with_gradients(self, step: Function) -> Function:
+        """A step that returns, beside its results, those of each gradient that is taken in it."""
 
         def with_gradients(*args: Any) -> Any:
             self._taken = []
@@ -371,11 +442,7 @@ class FunctionLoops:
             finally:
                 self._taken = None
 
-        try:
-            found = located_in(update_wrapper(with_gradients, step, updated=()), *args)
-        except Exception:  # such as for gradients in a loop of JAX's, which are traced within it
-            return None
-        return None if found is None or found.dtype == "float16" else found
+        return update_wrapper(with_gradients, step, updated=())
 
     def _loss_in(
         self, leaves: list[tuple[Any, Array]], others: list[Array], bad: list[Array], is_first: bool
@@ -421,9 +488,12 @@ class _Places:
         others: those of them that take the place of no argument.
         changed: the places of arrays of arguments, and of the results that take theirs.
         are_on_one: whether each result is on one device, so that its squares add up there.
-        weights: the places of the arrays of arguments of which the gradient is taken.
+        weights: the places of the numbers of arguments of which the gradient is taken.
         returns_given: whether it is so by its program that a step returns its own weights.
-        witness: which pair of those a step has changed, as the next one most likely does.
+        kept: the places of these, and of the results that are weights.
+        gradients: which of those in `floating` these are, which may be gradients.
+        witnesses: which pair of those a step has changed, as the next one most likely does; first
+            of `changed`, then of `kept`.
     """
 
     floating: list[tuple[Any, int]]
@@ -432,7 +502,9 @@ class _Places:
     are_on_one: bool
     weights: list[int]
     returns_given: bool
-    witness: int = 0
+    kept: list[tuple[int, int]]
+    gradients: list[int]
+    witnesses: list[int] = field(default_factory=lambda: [0, 0])
 
 
 def _watched(function: Function, of: Function, argnums: Any) -> _Watched | None:
@@ -454,6 +526,9 @@ class _Watched:
         has_moved: whether a call has changed all weights that it got.
         leaves_out: whether a call has left them as they were for an Inf or NaN.
         num_searches: how many more calls that leave them may be searched for one.
+        has_stepped: whether a call has returned other weights than it got.
+        still_since: the first of the latest calls that have not; 0 if the latest has.
+        gradients: those of such a call, as `_gradients_in` tells them.
         is_leaf: what tells the leaves of its latest arguments; None if JAX does.
         places: where numbers are in its arguments and results, by the structure of these.
     """
@@ -468,6 +543,7 @@ class _Watched:
         self.by = set[tuple[Any, ...]]()
         self.has_moved = self.leaves_out = False
         self.num_searches = MOST_IN_VAIN
+        self.has_stepped, self.still_since, self.gradients = False, 0, ""
         self.is_leaf: Callable[[object], bool] | None = None
         self.places: dict[Any, _Places] = {}
         self._numbers: dict[Any, Array] | None = None  # of the latest results, by their paths
@@ -571,11 +647,20 @@ def _place(path: Any, results: Any) -> tuple[int, Any]:
     return (0, path) if _items(results) is not results else (path[0].idx, path[1:])
 
 
-def _look(part: Function, leaves: list[Array], pair: tuple[Array, Array] | None) -> Any:
-    """Whether a part of each array is finite, and at the end whether both of a pair are equal."""
+def _look(part: Function, leaves: list[Array], pairs: list[tuple[Array, Array] | None]) -> Any:
+    """Whether both of each pair are equal, and a part of each array is finite, and is 0."""
     numpy: Any = sys.modules["jax.numpy"]
-    same = numpy.asarray(False) if pair is None else _is_same(*pair)
-    return numpy.stack([*(numpy.isfinite(part(each)).all() for each in leaves), same])
+    parts = [part(each) for each in leaves]
+    same = [numpy.asarray(False) if pair is None else _is_same(*pair) for pair in pairs]
+    finite = [numpy.isfinite(each).all() for each in parts]
+    return numpy.stack([*same, *finite, *((each == 0).all() for each in parts)])
+
+
+def _parts(looked: Array) -> tuple[list[bool], list[bool], list[bool]]:
+    """What `_look` tells of two pairs, and of arrays."""
+    flags = np.asarray(looked).tolist()
+    middle = len(flags) // 2 + 1
+    return flags[:2], flags[2:middle], flags[middle:]
 
 
 def _sum_of_squares(array: Array) -> Any:

@@ -668,6 +668,12 @@ def of_optimizers():
     def unmoved(count, steps, why):
         return counted(steps, **{"unmoved": count, f"unmoved {why}": count})
 
+    def stood(first, count, losses=(1.0, 0.9, 1.1, 0.8, 1.2), then=0):
+        seen = {f"stood {first}": 1, f"stood {first} some": count - 1, "stood 2": 1}
+        seen["stood"] = sum(seen.values())
+        past = [1.0] * (first - 1) + [losses[n % len(losses)] for n in range(count + then)]
+        return with_losses(past, events=Events().after(seen))
+
     def stopped(place, **more):
         events = Events().after({"stopped": 3, f"stopped {place}": 3})
         return with_losses([1.0] * 9, **{"events": events, **more})
@@ -760,6 +766,24 @@ def of_optimizers():
             "optax.apply_updates(params, updates) ... count=5",
             [unmoved(5, 6, "given")],
             [unmoved(4, 5, "given")],
+        ),
+        (
+            "In 5 of 6 steps, all gradients of the weights are exactly 0, so ... no slope",
+            [unmoved(5, 6, "zero")],
+            [replace(unmoved(5, 6, "zero"), past=(Step(6, 1.0, skipped=False, loss=0.0),))],
+        ),
+        ("0, as the loss does not depend on the weights, so", [unmoved(5, 6, "apart")], []),
+        (
+            "weights have not changed from step ... 21 on, in 20 of 40 steps, though gradients are "
+            "not 0. ... decay_steps and transition_steps of optax count steps ... count=20",
+            [stood(21, 20)],
+            [
+                stood(22, 20),  # less than half
+                stood(4, 19),
+                stood(21, 20, then=1),  # they moved again
+                stood(21, 20, losses=(0.009, 0.008, 0.007, 0.006, 0.005)),
+                stood(21, 20, losses=(1.0, 0.9, 1.1, 0.8)),
+            ],
         ),
         (
             "found no gradient in 3 calls of step() after step 9 ... requires_grad=False. ... "

@@ -15,6 +15,7 @@ from gradscaler.diagnose._record.thresholds import (
     FEW_CALLS,
     FEW_SAMPLES,
     FEW_STILL,
+    HALF,
     LATE,
     LONG,
     MANY,
@@ -308,6 +309,17 @@ _UNMOVED = {  # where the new weights get lost, and what to do
         "Keep what it returns: params = optax.apply_updates(params, updates), and take the next "
         "gradient of these.",
     ),
+    "zero": (
+        "all gradients of the weights are exactly 0",
+        "Look for what has no slope between the weights and the loss: units that are all off, a "
+        "saturated function, a clamp, a mask of 0; or for a loss that is computed from other "
+        "weights, or from the targets alone.",
+    ),
+    "apart": (
+        "all gradients are exactly 0, as the loss does not depend on the weights",
+        "Look at whether the loss uses what the model returns, or the targets alone, and for "
+        "detach(), argmax, rounding or a comparison on the way.",
+    ),
 }
 
 
@@ -317,7 +329,10 @@ def unmoved(evidence: Evidence) -> Finding | None:
     count = evidence.events.count(Event.UNMOVED)
     if count < max(FEW_CALLS, ALMOST_ALL * (evidence.steps - 1)):  # the first has none before it
         return None
-    why, action = _UNMOVED[evidence.events.place(Event.UNMOVED)]
+    where = evidence.events.place(Event.UNMOVED)
+    if where == "zero" and evidence.past and evidence.past[-1].loss == 0:
+        return None  # it may have nothing left to improve
+    why, action = _UNMOVED[where]
     return Finding(
         "misuse",
         f"In {count} of {evidence.steps} steps, {why}, so nothing is trained.",
@@ -349,6 +364,46 @@ def stayed(evidence: Evidence) -> Finding | None:
         name,
         count=count,
     )
+
+
+@detector(Phase.MISUSE)
+def stood(evidence: Evidence) -> Finding | None:
+    """Weights that moved, and that all later steps return as they were, to the bit.
+
+    Those that have converged do so, too: by a loss that is near 0, or the same one in each step.
+    """
+    places = {
+        where: count
+        for where, count in evidence.events.places(Event.STOOD).items()
+        if where.split()[0].isdecimal()
+    }
+    first = max((int(where.split()[0]) for where in places), default=0)
+    latest = {where: n for where, n in places.items() if where.split()[0] == str(first)}
+    count, gradients = sum(latest.values()), max(latest, default="").partition(" ")[2]
+    losses = [step.loss for step in evidence.past if step.loss is not None]
+    begin = abs(evidence.first.loss or 0.0) if evidence.first else 0.0
+    # Less than half may be those of an accumulation, of which the last one moves the weights.
+    if count < max(LATE, HALF * evidence.steps) or first + count <= evidence.steps:
+        return None
+    if not losses or abs(losses[-1]) < SOLVED * begin or len(set(losses[-LATE:])) < FEW_CALLS:
+        return None
+    though, action = {
+        "some": (", though gradients are not 0", _RATE_OF_0),
+        "zero": (", and all gradients are exactly 0", _UNMOVED["zero"][1]),
+    }.get(gradients, ("", _RATE_OF_0))
+    return Finding(
+        "misuse",
+        f"The weights have not changed from step {first} on, in {count} of {evidence.steps} "
+        f"steps{though}.",
+        action,
+        count=count,
+    )
+
+
+_RATE_OF_0 = (
+    "Look at the learning rate's schedule: it may have ended, as decay_steps and transition_steps "
+    "of optax count steps, not epochs; or the rate is too small to move any weight."
+)
 
 
 @detector(Phase.MISUSE)

@@ -61,28 +61,58 @@ def locate_jax(fn: Callable[..., object], *args: object) -> Located | None:
         found = locate_jax(jax.value_and_grad(scaled_loss), params, batch)
         print(found)  # forward of a function (float16), exp at train.py:12: 3 inf of 64; ...
     """
-    jax: Any = import_module("jax")
-    leaves, structure = jax.tree_util.tree_flatten_with_path(args, opaque_in(args))
-    given = {at: leaf for at, (_, leaf) in enumerate(leaves) if _is_array(leaf)}
+    call, given = _by_arrays(fn, args)
 
     def fn_of_arrays(*arrays: Array) -> list[Array]:
-        traced = dict(zip(given, arrays, strict=True))
-        own = [traced.get(at, leaf) for at, (_, leaf) in enumerate(leaves)]
-        arguments = structure.unflatten(own)
-        made = fn(*arguments)
-        # NNX's functions change their models in place: what they wrote is a result, too.
-        written = jax.tree_util.tree_leaves(arguments, opaque_in(arguments))
-        written = [leaf for leaf in written if all(leaf is not each for each in own)]
-        results, is_auxiliary[:] = _results_of(made, written)
+        results, is_auxiliary[:] = _results_of(*call(*arrays))
         return results
 
     is_auxiliary = list[bool]()
-    closed = jax.make_jaxpr(fn_of_arrays)(*given.values())
+    closed = import_module("jax").make_jaxpr(fn_of_arrays)(*given.values())
     seam = JaxSeam()
     names = arguments_of(fn, args)
     seam.run(closed, {names[at]: array for at, array in given.items()}, is_auxiliary)
     function = getattr(fn, "__name__", None)
     return seam.located and replace(seam.located, function=function)
+
+
+def evaluate(fn: Callable[..., Sequence[Array]], *args: object) -> tuple[list[Array], bool]:
+    """Run a function primitive by primitive, which calls nothing of the user's in Python.
+
+    Returns:
+        Its results, and whether one of them may depend on an array among the arguments.
+    """
+    call, given = _by_arrays(fn, args)
+    closed = import_module("jax").make_jaxpr(lambda *arrays: call(*arrays)[0])(*given.values())
+    depend = set(map(id, closed.jaxpr.invars))
+    for equation in closed.jaxpr.eqns:
+        if any(id(each) in depend for each in equation.invars):
+            depend.update(map(id, equation.outvars))
+    names = {str(at): array for at, array in given.items()}
+    return JaxSeam().run(closed, names), any(id(each) in depend for each in closed.jaxpr.outvars)
+
+
+def _by_arrays(
+    fn: Callable[..., Any], args: tuple[object, ...]
+) -> tuple[Callable[..., tuple[Any, list[Any]]], dict[int, Array]]:
+    """A function as one of the arrays among its arguments, and these, by their places.
+
+    It returns what the function does, and what that wrote into its arguments.
+    """
+    tree = import_module("jax").tree_util
+    leaves, structure = tree.tree_flatten(args, opaque_in(args))
+    given = {at: leaf for at, leaf in enumerate(leaves) if _is_array(leaf)}
+
+    def call(*arrays: Array) -> tuple[Any, list[Any]]:
+        traced = dict(zip(given, arrays, strict=True))
+        own = [traced.get(at, leaf) for at, leaf in enumerate(leaves)]
+        arguments = structure.unflatten(own)
+        made = fn(*arguments)
+        # NNX's functions change their models in place: what they wrote is a result, too.
+        written = tree.tree_leaves(arguments, opaque_in(arguments))
+        return made, [leaf for leaf in written if all(leaf is not each for each in own)]
+
+    return call, given
 
 
 def locate_closure(

@@ -28,7 +28,11 @@ class Unscaled:
             not known.
         policy: None.
         unmoved: why the step that is recorded next leaves its weights as they were, as each one
-            does: they are ``"returned"`` as they were, or ``"given"`` again; empty if neither is.
+            does: they are ``"returned"`` as they were, or ``"given"`` again, or their gradients
+            are all ``"zero"``, or depend on nothing (``"apart"``); empty if none is.
+        stood: the first of the steps since which weights are returned as they were, to the bit, and
+            the gradients of one of them: ``"zero"``, ``"apart"`` or ``"some"``, if they are known;
+            empty if the step that is recorded next moved them, or none has.
         is_unchanged: whether the step that is recorded next left them so for its Inf or NaN.
     """
 
@@ -37,6 +41,7 @@ class Unscaled:
     eps: float | None = None
     policy: None = None
     unmoved: str = ""
+    stood: str = ""
     is_unchanged: bool = False
 
 
@@ -67,6 +72,8 @@ class RecordedLoop(Recorder):
             self._have_stepped.add(names)
         if why := self.scaler.unmoved:
             self.events += [Counted(Event.UNMOVED), Counted(Event.UNMOVED, why)]
+        if since := self.scaler.stood:
+            self.events += [Counted(Event.STOOD), Counted(Event.STOOD, since)]
         self.events += [Counted(Event.UNCHANGED)] * self.scaler.is_unchanged
         super().record(scaler, finite, gradients, *rest)
 

@@ -65,8 +65,8 @@ class JaxSeam(JudgedSeam):
 
     def run(
         self, closed: Any, arguments: Mapping[str, Array], is_auxiliary: Sequence[bool] = ()
-    ) -> None:
-        """Run a computation.
+    ) -> list[Array]:
+        """Run a computation, and return its results.
 
         Args:
             closed: the computation.
@@ -87,6 +87,7 @@ class JaxSeam(JudgedSeam):
         if self._judge.located is None:
             self._judge.end_in(each for each, is_last in pairs if is_last)
             self._is_auxiliary = True
+        return results
 
     @property
     def located(self) -> Located | None:
