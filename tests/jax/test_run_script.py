@@ -6,6 +6,7 @@ import flax.training.dynamic_scale
 import jax
 import jax.numpy as jnp
 import jmp
+import optax
 import pytest
 
 import gradscaler
@@ -202,3 +203,33 @@ def test_an_index_out_of_range_is_told_where_its_nan_reaches_the_step(tmp_path, 
     assert is_told == (padding == "seen")
     if is_told:
         assert f"gather at {marked('GATHER')}" in watch.verdict.text
+
+
+@pytest.mark.parametrize("is_exponential", [True, False])
+def test_squares_of_gradients_that_leave_float32_are_those_of_the_optimizer(
+    tmp_path, is_exponential
+):
+    by = optax.adam(1e-3)
+
+    def loss_of(params, x):
+        outputs = x @ params["w"]
+        if is_exponential:
+            return jnp.exp(outputs).mean()  # ENLARGES
+        return 1e30 * outputs.mean()
+
+    def step(params, state, x):
+        loss, gradients = jax.value_and_grad(loss_of)(params, x)
+        updates, state = by.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    params = {"w": jnp.full(4, 15.0)}
+    state = by.init(params)
+    with gradscaler.watch(tmp_path) as watch:
+        compiled = jax.jit(step)
+        for _ in range(3):
+            params, state, _ = compiled(params, state, jnp.ones((2, 4)))
+    said = watch.verdict.text
+    assert watch.verdict.kind == "state"
+    assert "The optimizer's state state[0].nu['w'] is Inf, though the loss is finite" in said
+    assert "their squares leave float32" in said
+    assert (f"so large after exp at {marked('ENLARGES')}" in said) == is_exponential

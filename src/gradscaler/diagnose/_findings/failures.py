@@ -46,7 +46,8 @@ def _origin(case: Case) -> Finding | None:
     """
     is_given = isinstance(case.located, Given)
     return (
-        origins.within(case)
+        origins.squared(case)
+        or origins.within(case)
         or (None if case.is_skipped or case.parameter else origins.parameter(case))
         or (None if is_given or case.lost_eps is not None else divergence(case))
         or origins.parameter(case)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 from gradscaler.diagnose._findings.advice import (
     at_any_scale,
@@ -53,6 +54,8 @@ _SCALED_BY_HAND = (
     "65504 that float16 ends at: leave that to a GradScaler, which skips such steps and lowers its "
     "scale, or lower it"
 )
+# As optax names them, in a path such as "opt_state.0.nu.dense.kernel" or "state[0].nu['w']".
+_SECOND_MOMENT = re.compile(r"[.\])](nu|nu_max|sum_of_squares|v|v_row|v_col)([.\[]|$)")
 _UNSKIPPED = (
     "Without the loss scale, the gradients are finite: skip each step whose gradients are not, and "
     "lower the scale."
@@ -270,6 +273,32 @@ def loss(case: Case) -> Finding | None:
             evidence,
         ),
         is_certain=False,
+    )
+
+
+def squared(case: Case) -> Finding | None:
+    """An optimizer of JAX whose second moments alone are Inf, as results of a step: squares."""
+    found, last = case.located, case.last if case.failures else None
+    bad = () if last is None else last.nonfinite or ()
+    is_finite = last is not None and last.loss is not None and math.isfinite(last.loss)
+    if case.outcome is not Outcome.APPLIED or not bad or not is_finite:
+        return None
+    if not all(each.num_inf and _SECOND_MOMENT.search(each.name) for each in bad):
+        return None
+    before = None if found is None else found.enlarged_by
+    large, action = "", "look at the scale of inputs and targets"
+    if before is not None:
+        large = f" after {before}"
+        action = "clamp what that takes (the logarithm of a variance to at most 20)"
+    return Finding(
+        "state",
+        f"The optimizer's state {bad[0].name} is Inf, though the loss is finite "
+        f"({case.last.loss:g}){case.told(case.outcome.of_gradient)}.",
+        f"The gradients are so large{large} that their squares leave float32: {action}, and "
+        "normalize the inputs. No later step repairs that state: begin again, or go back to a "
+        "checkpoint.",
+        bad[0].name,
+        before.rpartition(" at ")[2] if before and " at " in before else None,
     )
 
 

@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradscaler.diagnose._gradients.arrays import dtype_name
+from gradscaler.diagnose._gradients.reading import read
 from gradscaler.diagnose._graph.call_site import is_of_users_file, users_line
 from gradscaler.diagnose._graph.site import Site
-from gradscaler.diagnose._operations.rows import canonical, row_of
-from gradscaler.diagnose._record.located import BadGradient, Located
+from gradscaler.diagnose._operations.operation import Role
+from gradscaler.diagnose._operations.rows import canonical, names_with, row_of
+from gradscaler.diagnose._record.located import BadGradient, Given, Located
+from gradscaler.diagnose._record.thresholds import LARGE_FROM_THE_START
 from gradscaler.diagnose._seams.judge import MOVES, Judge, JudgedSeam, Owned, Pass
 
 Array = Any
@@ -23,6 +26,7 @@ Equation = Any
 
 # They call code of the user's in Python, which has done its work when the step ran.
 _CALLBACKS = ("debug_callback", "debug_print", "io_callback")
+_EXPONENTIALS = names_with(Role.EXPONENTIATES)
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2")
 
 
@@ -62,6 +66,7 @@ class JaxSeam(JudgedSeam):
         self._layers = layers or {}
         self._judge = Judge(self._layers, parameters)
         self._is_auxiliary = False
+        self._exponential: Site | None = None  # the first that makes numbers beyond 1e9
 
     def run(
         self, closed: Any, arguments: Mapping[str, Array], is_auxiliary: Sequence[bool] = ()
@@ -95,7 +100,18 @@ class JaxSeam(JudgedSeam):
         found = self._judge.located
         # No backward pass makes what is beside the loss: those are gradients in a pair, too.
         is_auxiliary = self._is_auxiliary and not isinstance(found, BadGradient)
-        return found and replace(found, is_auxiliary=is_auxiliary)
+        return found and replace(
+            found, is_auxiliary=is_auxiliary, enlarged_by=self._enlarged_by(found)
+        )
+
+    def _enlarged_by(self, found: Located) -> str | None:
+        """The exponential that made the numbers large before an Inf or NaN; None if none did."""
+        before, own = self._exponential, (found.operation, found.line)
+        if before is None or isinstance(found, Given) or before[:2] == own:
+            return None
+        is_large = isinstance(found, BadGradient) or found.largest_input > LARGE_FROM_THE_START
+        at = f" at {before.line}" if before.line else ""
+        return f"{before.operation}{at}" if is_large else None
 
     def _given(self, array: Array) -> Located | None:
         """Where the Inf or NaN in an array began that no primitive made."""
@@ -187,6 +203,10 @@ class JaxSeam(JudgedSeam):
         values = self._judge.before(inputs, site)
         outputs = bind()
         self._judge.see(site, place.kind, inputs, values, list(filter(_is_number, outputs)))
+        if name in _EXPONENTIALS and place.kind == "forward" and self._exponential is None:
+            made = read(outputs[0])
+            is_large = not made.bad and made.largest > LARGE_FROM_THE_START
+            self._exponential = site if is_large else None
         return outputs
 
     def _note_reader(self, array: Array, site: Site) -> None:
