@@ -46,3 +46,22 @@ def test_a_loop_with_a_scaler_alone_is_no_mistake(make_scaler, scale, tmp_path):
     with gradscaler.watch(tmp_path) as watch:
         trained(make_scaler, False, scale)
     assert watch.verdict is None or "beside" not in watch.verdict.text
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_a_loss_that_stays_where_a_guess_is_names_the_number_of_classes(factor, tmp_path):
+    tensorplay.manual_seed(0)
+    random = np.random.default_rng(0)
+    model = nn.Linear(4, 6)
+    optimizer = tensorplay.optim.SGD(model.parameters(), lr=1e-2)
+    criterion = nn.CrossEntropyLoss()
+    with gradscaler.watch(tmp_path) as watch:
+        for _ in range(120):
+            x = tensorplay.tensor(0.1 * random.normal(size=(64, 4)).astype("float32"))
+            optimizer.zero_grad()
+            loss = criterion(model(x), tensorplay.tensor(random.integers(0, 6, size=64)))
+            (factor * loss).backward()
+            optimizer.step()
+    said = watch.verdict.text
+    assert ("it stays at 1.79, that of a guess among 6 classes" in said) == (factor == 1)
+    assert factor == 1 or "look at the learning rate, clipping, inputs and targets" in said

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gradscaler.diagnose._gradients.arrays import Array
+from gradscaler.diagnose._gradients.arrays import Array, shape_of
 from gradscaler.diagnose._gradients.reading import are_finite, read
 from gradscaler.diagnose._monitor.recorder import RecordedStep, Recorder
 from gradscaler.diagnose._monitor.replay import Replay
@@ -102,6 +103,11 @@ class RecordedLoop(Recorder):
         }
         eps = self.scaler.eps
         return Optimizers(idle, eps=eps) if idle or eps is not None else None
+
+    def _chance(self, named: Mapping[str, Array]) -> float | None:
+        """The logarithm of the number of outputs, as far as the last bias shows it."""
+        shape = shape_of(list(named.values())[-1]) if named else ()
+        return math.log(shape[0]) if len(shape) == 1 and shape[0] > 1 else None
 
     def _add(
         self, step: RecordedStep, named: dict[str, Array] | None, replay: Replay | None

@@ -159,7 +159,8 @@ class Recorder(StepSource):
         if step.is_sampled:
             measured = [] if named is None else [measure(named, self.dtype, latest.scale, False)]
             measured = [replace(each, missing=step.missing) for each in measured]
-            self.log.add_sample(latest.loss, optimizers=self._optimizers, **fields_of(measured))
+            fields = {**fields_of(measured), "chance": self._chance(named or {})}
+            self.log.add_sample(latest.loss, optimizers=self._optimizers, **fields)
         elif is_late:
             self.log.add_sample()
         if self.is_applied:
@@ -186,6 +187,10 @@ class Recorder(StepSource):
         inner = getattr(self.scaler, "inner_optimizer", None)
         eps = None if inner is None else eps_of(inner)
         return None if eps is None else Optimizers(eps=eps)
+
+    def _chance(self, named: Mapping[str, Array]) -> float | None:
+        """The loss of a guess, if the last layer may make logits; None if that is not known."""
+        return None
 
     def _named(self, gradients: object) -> dict[str, Array]:
         """The gradients by name."""

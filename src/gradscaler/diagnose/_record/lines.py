@@ -195,7 +195,8 @@ class Sample:
         num_losses: the most losses that were scaled for one of these steps, such as micro-batches.
         optimizers: what the step shows of the optimizers; None if that was not looked at.
         chance: the loss of a guess, which is the logarithm of the number of classes; None if the
-            loss is no cross entropy.
+            loss is no cross entropy. Where no graph shows the loss, it is that of as many outputs
+            as the last bias has.
         unmoved: the share of elements of 16-bit parameters that have not changed since the previous
             sample with this share. Only elements with a gradient count; None if there are none.
         batch: the epoch and the batch in it, both from 1; see :class:`BadStep`.
