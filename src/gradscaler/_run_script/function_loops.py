@@ -269,9 +269,10 @@ class FunctionLoops:
             return
         watched.still_since = watched.still_since or number
         count = number - watched.still_since + 1
-        enough = LATE if watched.has_stepped else FEW_CALLS
-        if count == enough and watched.num_searches:
-            watched.num_searches -= 1
+        # Of an accumulation, no such calls are half of all.
+        enough = max(LATE, watched.still_since - 1) if watched.has_stepped else FEW_CALLS
+        if count == enough and watched.num_looks:
+            watched.num_looks -= 1
             watched.gradients = self._gradients_in(watched, step, args)
         if watched.has_stepped:
             loop.stood = f"{watched.still_since} {watched.gradients}".rstrip()
@@ -528,6 +529,7 @@ class _Watched:
         num_searches: how many more calls that leave them may be searched for one.
         has_stepped: whether a call has returned other weights than it got.
         still_since: the first of the latest calls that have not; 0 if the latest has.
+        num_looks: how many more such calls may be run again.
         gradients: those of such a call, as `_gradients_in` tells them.
         is_leaf: what tells the leaves of its latest arguments; None if JAX does.
         places: where numbers are in its arguments and results, by the structure of these.
@@ -544,6 +546,7 @@ class _Watched:
         self.has_moved = self.leaves_out = False
         self.num_searches = MOST_IN_VAIN
         self.has_stepped, self.still_since, self.gradients = False, 0, ""
+        self.num_looks = 2  # one before a call has stepped, and one after
         self.is_leaf: Callable[[object], bool] | None = None
         self.places: dict[Any, _Places] = {}
         self._numbers: dict[Any, Array] | None = None  # of the latest results, by their paths
