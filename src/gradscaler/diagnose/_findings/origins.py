@@ -293,7 +293,7 @@ def squared(case: Case) -> Finding | None:
     return Finding(
         "state",
         f"The optimizer's state {bad[0].name} is Inf, though the loss is finite "
-        f"({case.last.loss:g}){case.told(case.outcome.of_gradient)}.",
+        f"({case.last.loss:g}){case.with_numbers(case.outcome.of_gradient)}.",
         f"The gradients are so large{large} that their squares leave float32: {action}, and "
         "normalize the inputs. No later step repairs that state: begin again, or go back to a "
         "checkpoint.",
