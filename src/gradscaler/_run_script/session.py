@@ -33,7 +33,13 @@ from gradscaler._run_script.scaler_watch import (
 )
 from gradscaler._run_script.termination import die_in_groups
 from gradscaler._run_script.undo import on_stop, replace
-from gradscaler._run_script.variables import RunningNans, loss_left_out, nan_among, nonfinite_left
+from gradscaler._run_script.variables import (
+    RunningNans,
+    loss_left_out,
+    means_nan,
+    nan_among,
+    nonfinite_left,
+)
 from gradscaler._run_script.voice import attempt, conclude_without_step, voice
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.hooks import Handle, remove_unless_stepping, uncompiled
@@ -274,6 +280,8 @@ class Session(Runs, backward_calls.BackwardListener):
     def _see_variables(self) -> None:
         """See what the script's evaluation, or that of a notebook's cell, has left as NaN."""
         names, cell = dict(vars(sys.modules["__main__"])), self._options.cell
+        if means_nan(names.get("__file__") or ""):
+            names = {}
         if self._options.is_notebook:
             names = {name: each for name, each in names.items() if _has_word(cell, name)}
         if name := nan_among(names) or self._running.name:

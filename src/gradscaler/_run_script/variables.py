@@ -7,7 +7,9 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from inspect import CO_OPTIMIZED
+from linecache import getlines
 from numbers import Real
 from traceback import walk_tb
 from types import CodeType, FrameType, ModuleType, TracebackType
@@ -26,6 +28,8 @@ _EVALUATES = re.compile(
     re.IGNORECASE,
 )
 _READ_NAMES = frozenset({"locals", "vars", "dir", "eval", "exec", "currentframe", "_getframe"})
+# A script that writes a NaN, or leaves NaN out of a mean, means it to stand for what is missing.
+_MEANS_NAN = re.compile(r"""["'][+-]?nan["']|\.nan\b|\bnan[a-z_]+\(""", re.IGNORECASE)
 _OF_CLASSES = re.compile(r"class|(^|_)per_", re.IGNORECASE)
 
 
@@ -151,6 +155,12 @@ class RunningNans:
         self._first = {name: self._first.get(name, each) for name, each in found.items()}
 
 
+@cache
+def means_nan(file: str) -> bool:
+    """Whether the code in a file makes NaN on purpose."""
+    return _MEANS_NAN.search("".join(getlines(file))) is not None
+
+
 def _may_be_read(code: CodeType) -> bool:
     """Whether code is of a function of the script's that does not read its own variables by name.
 
@@ -158,7 +168,8 @@ def _may_be_read(code: CodeType) -> bool:
     """
     is_own = is_of_users_file(code.co_filename) and not is_installed(code.co_filename)
     is_function = bool(code.co_flags & CO_OPTIMIZED)
-    return is_own and is_function and _READ_NAMES.isdisjoint(code.co_names)
+    may_be_read = is_own and is_function and _READ_NAMES.isdisjoint(code.co_names)
+    return may_be_read and not means_nan(code.co_filename)
 
 
 def _may_hold(value: Any) -> bool:

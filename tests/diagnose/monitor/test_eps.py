@@ -27,7 +27,8 @@ TINY = 1e-10  # times the loss
 # The optimizer, its rate, and what the loss is multiplied by, of trainings that learn.
 HEALTHY = {"Adam": ("Adam", 0.1, 1e-3), "SGD": ("SGD", 0.05 / TINY, TINY)}
 # Of those whose steps have a size of their own.
-NORMALIZED = {"torch": "Muon", "tensorplay": "Muon", "tf_keras": None}.get(FRAMEWORK, "Lamb")
+HAS_MUON = hasattr(getattr(framework, "optim", None), "Muon")
+NORMALIZED = "Muon" if HAS_MUON else None if FRAMEWORK == "tf_keras" else "Lamb"
 
 
 def optimizer_of(name, rate, parameters):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import gradscaler
-from gradscaler._run_script.variables import RunningNans, nan_among
+from gradscaler._run_script.variables import RunningNans, means_nan, nan_among
 from gradscaler.diagnose import read_run
 from tests.support import programs
 
@@ -137,6 +137,7 @@ FEW, NEVER = "of(model(inputs), labels * 0 - 100).item()", "float('nan') if step
         (FEW, "None", True),
         (NEVER, "float('nan')", False),  # it stands for an evaluation to come
         (f"{FEW} if step < 30 else 1.0", "None", False),
+        (f"{FEW} if step > 9 else float('nan')", "None", False),  # it may be meant
     ],
 )
 def test_a_function_that_runs_is_looked_at_on_the_way(tmp_path, evaluate, before, is_told):
@@ -152,7 +153,23 @@ class Batch:
     """Something whose end is seen."""
 
 
-def test_a_look_keeps_nothing_alive_and_changes_no_locals_of_the_script():
+@pytest.mark.parametrize(
+    ("code", "is_meant"),
+    [
+        ("best = float('nan')", True),
+        ("best = math.nan", True),
+        ("print(np.nanmean(scores))", True),
+        ("if math.isnan(loss): best = inf", False),
+        ("banana(1); channan = x.nanny", False),
+    ],
+)
+def test_code_that_makes_nan_on_purpose_is_known(tmp_path, code, is_meant):
+    (tmp_path / "script.py").write_text(f"import math\n{code}\n")
+    assert means_nan(str(tmp_path / "script.py")) is is_meant
+
+
+def test_a_look_keeps_nothing_alive_and_changes_no_locals_of_the_script(monkeypatch):
+    monkeypatch.setattr("gradscaler._run_script.variables.means_nan", lambda _: False)
     running = RunningNans()
 
     def holds():

@@ -162,14 +162,13 @@ def _climbed(losses: Sequence[tuple[int, float]]) -> str:
     """A clause on a loss that left a low value at once, and came back; empty if it has not."""
     first, *values = [loss for _, loss in losses[: LATE + 1]]
     means = [fmean(values[at : at + SOON]) for at in range(len(values) - SOON + 1)]
-    highest = max(means, default=0.0)
-    if not 0 < CLIMBED * first < highest:
+    # Where it goes on climbing, what it asks for changes: rewards that begin, a harder task.
+    if not means or means[0] < max(means) or not 0 < CLIMBED * first < means[0]:
         return ""
-    at = means.index(highest) + 1  # the first loss is none of them
     return (
-        f"it was {highest:g} on average in steps {losses[at][0]} to {losses[at + SOON - 1][0]}. If "
-        "weights were loaded, load the states of their optimizer and its schedule, too; else warm "
-        "the learning rate up."
+        f"it was {means[0]:g} on average in the {SOON} steps after the first. If weights were "
+        "loaded, load the states of their optimizer and its schedule, too; else warm the learning "
+        "rate up, unless what the loss asks for changes there."
     )
 
 

@@ -84,8 +84,11 @@ class OptimizersParameters:
 
     def _nonfinite_statistic(self) -> str | None:
         """The first running statistic that is not finite, such as ``"bn.running_var"``."""
-        kept = (each for each in self._of_model() if each[0].endswith(STATISTICS))
-        return next((name for name, array in kept if read(array).bad), None)
+        every = dict(self._of_model())
+        kept = (each for each in every.items() if each[0].endswith(STATISTICS))
+        bad = (name for name, array in kept if read(array).bad)
+        counts = ((name, f"{name.rpartition('.')[0]}.num_batches_tracked") for name in bad)
+        return next((name for name, count in counts if count not in every or every[count]), None)
 
     def _of_model(self) -> Iterator[tuple[str, Tensor]]:
         """The parameters and the buffers of the model; Paddle's statistics are parameters."""
