@@ -246,9 +246,10 @@ def idle(evidence: Evidence) -> Finding | None:
         "misuse",
         f"The optimizer of {name} found no gradient in its first {count} steps, while others made "
         "steps, so it trains nothing.",
-        "Look for detach(), .data, item() or no_grad() between its parameters and the loss; call "
-        "zero_grad() before the backward pass, not after it; and make the optimizer after layers "
-        "are replaced, of this model's parameters, not those of a copy.",
+        "Unless its part of the loss begins later, look for detach(), .data, item() or no_grad() "
+        "between its parameters and the loss; call zero_grad() before the backward pass, not after "
+        "it; and make the optimizer after layers are replaced, of this model's parameters, not "
+        "those of a copy.",
         None if name == UNOWNED else name,
         count=count,
     )
