@@ -91,3 +91,30 @@ def test_gradients_that_change_nothing_are_no_steps(said):
             tape.gradient(loss, [variable])
 
     assert "after" not in said(train)
+
+
+@pytest.mark.parametrize("comes", ["eagerly", "in a graph", "never"])
+def test_operations_are_seen_no_more_after_a_step_that_may_be_the_only_one(said, comes):
+    from tensorflow.python.eager import execute
+
+    before, seen = execute.execute, []
+    variable = tf.Variable(1.0)
+
+    def take():
+        with tf.GradientTape() as tape:
+            loss = variable * variable
+        tape.gradient(loss, [variable])
+
+    def train():
+        take()
+        seen.append(execute.execute is before)
+        if comes == "never":
+            for _ in range(3_000):
+                tf.add(1.0, 1.0)
+        else:
+            (tf.function(take) if comes == "in a graph" else take)()
+        seen.append(execute.execute is before)
+
+    said(train)
+    assert (seen[0], execute.execute is before) == (False, True)
+    assert seen[1] is (comes != "in a graph")

@@ -9,6 +9,8 @@ from inspect import currentframe
 from traceback import walk_stack
 from typing import Any
 
+from gradscaler._run_script.tape_steps import tensorflow
+from gradscaler._run_script.undo import on_stop
 from gradscaler.diagnose._graph.call_site import users_line
 
 Tensor = Any
@@ -19,7 +21,7 @@ _RESHAPES = {"Reshape", "ExpandDims", "StridedSlice"}  # the code means a column
 # Operations that pass no gradient on; the first ones are the likelier to be meant.
 _PASS_NONE = {"StopGradient": "stop_gradient", "Round": "round", "Rint": "rint", "Sign": "sign"}
 _PASS_NONE |= {"Floor": "floor", "Ceil": "ceil", "ArgMax": "argmax"}
-_MOST = 2_000  # operations of a loss that are looked at
+_MOST = 2_000  # operations of a loss, or of a step, that are looked at
 
 
 def broadcast_in(loss: Tensor) -> str:
@@ -70,7 +72,7 @@ class EarlyStep:
         self.broadcast = ""
         self._passes_none: dict[str, str] = {}  # lines by the operation
         self._reshaped = set[int]()
-        self._num_gradients = 0
+        self._num_gradients = self._num_seen = 0
 
     @property
     def passes_none(self) -> str:
@@ -84,6 +86,7 @@ class EarlyStep:
         callbacks = import_module("tensorflow.python.framework.op_callbacks")
         if self._num_gradients == 1:
             callbacks.add_op_callback(self._see)
+            on_stop.callback(self.stop)  # the next gradient may never be taken
         elif self._num_gradients == 2:
             self.stop()
 
@@ -91,7 +94,8 @@ class EarlyStep:
         """Look no more."""
         self._num_gradients = 2
         callbacks = import_module("tensorflow.python.framework.op_callbacks")
-        with suppress(KeyError):  # another thread began
+        # In a graph, TensorFlow would keep its functions for operations that are seen.
+        with suppress(KeyError), tensorflow().init_scope():  # KeyError: another thread began
             callbacks.remove_op_callback(self._see)
 
     def _see(
@@ -103,6 +107,9 @@ class EarlyStep:
         op_name: str | None = None,
         graph: Any = None,
     ) -> None:
+        self._num_seen += 1
+        if self._num_seen > _MOST:
+            self.stop()
         if graph is not None:
             return
         with suppress(Exception):  # it would look like an error of the user's operation
