@@ -238,3 +238,16 @@ def test_a_scale_on_a_device_is_waited_for():
     assert place in tf.constant(1.0).device
     assert _is_on_host(tf.constant(1.0))
     assert not _is_on_host(SimpleNamespace(device=f"{place}GPU:0"))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_two_variables_that_are_alike_and_nan_are_compared_once(training):
+    """To read a variable is an operation, which must not be judged in its turn."""
+    normalization = keras.layers.BatchNormalization()
+    model = keras.Sequential([normalization])
+    model(INPUTS)
+    for statistic in (normalization.moving_mean, normalization.moving_variance):
+        statistic.assign(np.full(4, np.nan))
+    found = locate(model, lambda: tf.reduce_mean(model(INPUTS, training=training)))
+    assert (found is None) == training
+    assert training or found.bad_parameter.endswith((".moving_mean", ".moving_variance"))

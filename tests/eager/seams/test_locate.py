@@ -311,6 +311,18 @@ class ByHand(nn.Module):
         return x / x.square().mean(-1, keepdim=True).sqrt()  # in a layer
 
 
+@pytest.mark.filterwarnings("ignore:When training, we now always track:UserWarning")  # Paddle's
+def test_bad_statistics_are_named():
+    model = nn.Sequential((nn.BatchNorm1D if IS_PADDLE else nn.BatchNorm1d)(4))
+    names = ("_mean", "_variance") if IS_PADDLE else ("running_mean", "running_var")
+    with fw.no_grad():
+        for name in names:
+            getattr(model[0], name).copy_(library.tensor(np.full(4, NAN, np.float32)))
+    model.eval()
+    found = found_in(model, fw.mean)
+    assert (found.type, found.bad_parameter) == (type(model[0]).__name__, f"0.{names[0]}")
+
+
 def test_the_layer_of_an_operation_is_named():
     found = found_in(Normalised(), fw.sum)
     assert (found.module, found.type) == ("norm", "ByHand")

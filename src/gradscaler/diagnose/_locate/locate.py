@@ -144,9 +144,10 @@ def seam_of(model: Module) -> EagerSeam:
     """What shows the operations of a model of TensorPlay or Paddle."""
     modules = dict(modules_of(model))
     parameters = (
-        Owned(parameter, name, type(module).__name__, own)
+        Owned(tensor, name, type(module).__name__, own)
         for name, module in modules.items()
-        for own, parameter in own_parameters_of(module)
+        for own, tensor in chain(own_parameters_of(module), module.named_buffers())
+        if "." not in own
     )
     return seam_named(framework_of(model).__name__, modules, parameters)
 

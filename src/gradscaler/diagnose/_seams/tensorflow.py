@@ -61,6 +61,7 @@ class TensorFlowSeam(JudgedSeam):
         self._readers: dict[int, Site] = {}  # the first of each tensor
         self._calls: dict[str, list[tuple[list[int], Site]]] = {}  # by the operation: its inputs
         self._depth = 0  # of the backward passes that run
+        self._is_judging = False  # to read a variable is an operation, too
         self.thread = get_ident()
 
     def start(self) -> None:
@@ -107,10 +108,15 @@ class TensorFlowSeam(JudgedSeam):
         graph: Any = None,
     ) -> None:
         """Judge an operation that ran, not one that was added to a graph."""
-        if graph is None:
+        if graph is not None or self._is_judging:
+            return
+        self._is_judging = True
+        try:
             with suppress(Exception):  # it would look like an error of the user's operation
                 called = name if isinstance(name, str) else name.decode()
                 self._judge_run(currentframe(), called, inputs, outputs)
+        finally:
+            self._is_judging = False
 
     def _judge_run(
         self, frame: FrameType | None, name: str, inputs: Tensors, outputs: Tensors
