@@ -12,6 +12,7 @@ from torch.nn import functional
 from gradscaler.diagnose import Monitor, read_run
 from gradscaler.torch import GradScaler
 from tests.support.marked_lines import lines_marked_in
+from tests.support.steps import take_step
 
 pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
 line_with = lines_marked_in(__file__)
@@ -199,13 +200,7 @@ def trained(loss_of, path=None, scaler=None, is_watched=True):
     for _ in range(13):
         optimizer.zero_grad()
         loss = loss_of(net)
-        if scaler is None:
-            loss.backward()
-            optimizer.step()
-        else:
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+        take_step(loss, optimizer, scaler)
     if monitor is not None:
         monitor.close()
     return monitor and monitor.verdict, [*net.parameters()]

@@ -23,6 +23,7 @@ from torch.nn.functional import (
 from gradscaler.diagnose import FindingWarning, Monitor
 from gradscaler.torch import GradScaler
 from tests.support.marked_lines import lines_marked_in
+from tests.support.steps import take_step
 
 pytestmark = [
     pytest.mark.usefixtures("own_random_numbers_and_one_thread"),
@@ -55,13 +56,7 @@ def judged(loss_of, scaler=None, dtype=None, steps=12):
                 table = model(torch.randn(SIZE, 4))
                 loss = loss_of(table[:, :1], table, model)
             optimizer.zero_grad()
-            if scaler is None:
-                loss.backward()
-                optimizer.step()
-            else:
-                scaler.scale(loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
+            take_step(loss, optimizer, scaler)
     return monitor.verdict
 
 
