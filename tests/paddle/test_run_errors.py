@@ -8,6 +8,7 @@ from paddle import nn
 
 from gradscaler.paddle import GradScaler
 from tests.support.injected import wrong_after_errors
+from tests.support.steps import take_step
 
 STEPS = 5
 
@@ -22,13 +23,7 @@ def trained(scaler):
         x = paddle.to_tensor([[1.0, 2.0, 3.0, math.inf if step == 3 else 4.0]])
         loss = paddle.sqrt(paddle.sum(paddle.square(model(x))))
         losses.append(loss.numpy())
-        if scaler is None:
-            loss.backward()
-            optimizer.step()
-        else:
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+        take_step(loss, optimizer, scaler)
         optimizer.clear_grad()
     values = [*losses, *(each.numpy() for each in model.parameters())]
     return [each.tobytes() for each in values]

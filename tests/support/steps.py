@@ -1,4 +1,4 @@
-"""Steps of a loop of PyTorch."""
+"""Steps of a loop whose losses have a backward pass."""
 
 
 def take_step(loss, optimizer, scaler=None):
