@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import linecache
 import sys
 from contextlib import contextmanager
 from itertools import count
@@ -17,7 +18,8 @@ def watching(see, is_traced):
     """Call ``see`` with the place, at each line and return of traced code; it may raise.
 
     Python ignores an exception at the end of a generator that the collector finishes. What a
-    constructor returns is its caller's, as soon as it is made.
+    constructor returns is its caller's, as soon as it is made. At the end of a ``with``, Python
+    raises no interrupt, so that a lock is always released.
     """
     is_raising = False
 
@@ -29,7 +31,7 @@ def watching(see, is_traced):
         is_left_out = is_raising or code.co_flags & inspect.CO_GENERATOR
         returns = event == "return" and not is_left_out and code.co_name != "__init__"
         is_raising = event == "exception"
-        if event == "line" or returns:
+        if (event == "line" and not _ends_with(frame)) or returns:
             see((code.co_filename, frame.f_lineno, event))
         return trace
 
@@ -41,6 +43,14 @@ def watching(see, is_traced):
     finally:
         sys.settrace(before)
         gc.enable()
+
+
+def _ends_with(frame):
+    """Whether a frame is at the end of a ``with``, where its line comes for a second time."""
+    code, number = frame.f_code, frame.f_lineno
+    first = next(start for start, _, line in code.co_lines() if line == number)
+    is_with = linecache.getline(code.co_filename, number).lstrip().startswith("with ")
+    return is_with and frame.f_lasti > first
 
 
 def interrupting(moment, is_traced):

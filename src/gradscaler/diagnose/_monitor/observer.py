@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 import operator
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
 from inspect import currentframe
-from itertools import chain, repeat
-from traceback import walk_stack
+from itertools import repeat
+from threading import Lock
 from typing import SupportsFloat, TypeVar
 
 from gradscaler.diagnose._gradients.arrays import alone, has_numbers, local
 from gradscaler.diagnose._gradients.reading import Tensor, inspect
 from gradscaler.diagnose._graph.call_site import Node
-from gradscaler.diagnose._graph.calls import CallWatch
 from gradscaler.diagnose._graph.guard import guarded, passing
 from gradscaler.diagnose._graph.hooks import OneCallHooks, weakly
 from gradscaler.diagnose._graph.lines import Line
@@ -62,8 +60,12 @@ def closes_if_asked(method: MethodT) -> MethodT:
 
     @wraps(method)
     def call(self: EagerObserver, *args: object) -> None:
-        try:
+        if self._running.locked():  # the outer call closes it
             safe(self, *args)
+            return
+        try:
+            with self._running:
+                safe(self, *args)
         finally:
             if self._finish is not None:
                 close_if_asked(self)
@@ -87,6 +89,7 @@ class EagerObserver(StepSource):
 
     def __post_init__(self) -> None:
         """Note the scaler's present state."""
+        self._running = Lock()  # held by the outermost call; no interrupt can leave it held
         self._finish: Callable[[], None] | None = None  # to call when a delayed close happens
         self.at_sample: Callable[[], None] | None = None  # called in each sampled step
         self._is_in_step = False  # whether unscale_() or step() began, and no step has ended since
@@ -394,12 +397,11 @@ class EagerObserver(StepSource):
     def close(self, finish: Callable[[], None]) -> None:
         """Stop observing, add the waiting iterations to the log, and call ``finish``.
 
-        A signal handler or another thread may call this while a method of this observer, or an
-        operation that it watches, is running. Then the observer closes at the end of that method or
-        of the next one.
+        A signal handler or another thread may call this while a method of this observer is running.
+        Then the observer closes at the end of that method or of the next one.
         """
         self._finish = finish
-        if not self._is_busy():
+        if not self._running.locked():
             self._close_if_asked()
 
     def _close_if_asked(self) -> None:
@@ -429,21 +431,6 @@ class EagerObserver(StepSource):
         for end in (*self._endings(), self._end, self.read):
             with suppress(Exception):
                 end()
-
-    def _is_busy(self) -> bool:
-        """Whether a thread's frames show a call of this observer, or of an operation it watches.
-
-        A flag in place of the frames could be left wrong by an interrupt. While a mode
-        handles a call, PyTorch takes the mode off its stack, so the mode cannot be exited.
-        """
-        calls = None if self._graphs is None else self._graphs.ungraphed.calls
-        own = self, *([] if calls is None else [calls, calls.mode])
-        for frame, _ in chain.from_iterable(map(walk_stack, sys._current_frames().values())):
-            if frame.f_code in _CALLS or frame.f_code.co_name == "__torch_function__":
-                owner = frame.f_locals.get("self")
-                if owner is not None and any(owner is one for one in own):
-                    return True
-        return False
 
     def _end(self) -> None:
         """End the latest iteration."""
@@ -498,10 +485,6 @@ class EagerObserver(StepSource):
             iteration.unscaled += iteration.scaled.unscaled(named)
         unmoved = self.parameters.unmoved(optimizer, named, self._iterations.latest.number)
         measured[id(optimizer)] = replace(found, missing=missing, unmoved=unmoved)
-
-
-# All methods under @closes_if_asked share one code object, that of its wrapper.
-_CALLS = EagerObserver.updated.__code__, CallWatch.call.__code__
 
 
 def _gradients_of(named: dict[str, Tensor]) -> dict[str, Tensor]:
