@@ -11,6 +11,7 @@ pytest.importorskip("torch")
 import torch
 
 from gradscaler.diagnose import Monitor, read_run
+from gradscaler.diagnose._monitor import observer
 from gradscaler.torch import GradScaler
 from tests.support.watched import is_watched
 
@@ -104,6 +105,23 @@ def test_a_close_in_a_handler_at_any_line_leaves_a_whole_file_and_nothing_on_the
         assert training.scaler._observers == []
         steps = len(training.monitor.history)
         assert read_run(tmp_path / str(nth)).num_steps == steps
+
+
+def test_a_close_within_a_method_waits_for_its_end(tmp_path, monkeypatch):
+    training = BadAtTimes(path=tmp_path / "run", every=1)
+    real, within = observer.measure, []
+
+    def closing(*args):
+        training.monitor.close()
+        within.extend(training.scaler._observers)
+        return real(*args)
+
+    training.run(1)
+    monkeypatch.setattr(observer, "measure", closing)
+    training.run(1)
+    assert len(within) == 1
+    assert training.scaler._observers == []
+    assert read_run(tmp_path / "run").num_steps == 1
 
 
 def test_a_thread_reads_while_a_training_runs():
