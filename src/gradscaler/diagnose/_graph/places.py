@@ -193,7 +193,11 @@ def _outermost(frames: Sequence[Frame]) -> str:
 
 
 def in_memory(kinds: Any) -> list[Any]:
-    """The objects in memory of classes; isinstance() would run code of proxies."""
+    """The objects in memory of classes; isinstance() would run code of proxies.
+
+    This takes some 0.02 s, once where a step has failed. A hook that names each module as it is
+    called would take 3 microseconds in each call of each step.
+    """
     return [each for each in gc.get_objects() if issubclass(type(each), kinds)]
 
 
