@@ -184,6 +184,24 @@ def slopes_of_a_teacher(net):
     return functional.mse_loss(ours, theirs) + net(x).square().mean()
 
 
+def of_a_density(net, x, given):
+    """A density and the score of another model, each of a part of the net."""
+    density = net[0](x).square().sum(1)
+    score = grad(density.sum(), x, retain_graph=True)[0]  # target_of_what_it_is_given
+    other = net[2](torch.cat([given, given], 1))
+    return density.mean() + functional.mse_loss(other, score[:, :1])
+
+
+def target_of_another(net):
+    x = inputs()
+    return of_a_density(net, x, x.detach())
+
+
+def target_of_what_it_is_given(net):
+    x = inputs()
+    return of_a_density(net, x, x)
+
+
 def meant(net):
     x = inputs()
     u = net(x)
@@ -206,7 +224,10 @@ def trained(loss_of, path=None, scaler=None, is_watched=True):
     return monitor and monitor.verdict, [*net.parameters()]
 
 
-WRONG = residual, constant_residual, forces, compared, of_second_order, penalty
+WRONG = (
+    *(residual, constant_residual, forces, compared, of_second_order, penalty),
+    target_of_what_it_is_given,
+)
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
@@ -242,6 +263,7 @@ def test_a_loss_that_reads_a_gradient_without_a_graph_is_told_with_the_call(
         weights_by_inputs,
         importance_without_a_gradient,
         slopes_of_a_teacher,
+        target_of_another,
         meant,
     ],
     ids=lambda f: f.__name__,

@@ -66,6 +66,12 @@ def value_loss(out):
 
 TARGET = torch.arange(float(SIZE))
 CLASSES = torch.arange(SIZE) % 3
+
+
+def distance(ones, others):
+    return (ones - others).abs().mean()
+
+
 BROADCASTS = {
     "sub": lambda out, *_: ((out - TARGET) ** 2).mean(),  # sub
     "weighted": lambda out, *_: (0.5 * (TARGET - out).pow(2)).sum() / SIZE,  # weighted
@@ -77,6 +83,11 @@ BROADCASTS = {
     "targets": lambda out, *_: mse_loss(out.squeeze(1), TARGET[:, None]),  # targets
     "critic": lambda out, table, *_: value_loss(out) - table.log_softmax(1)[:, 1].mean(),
     "tall": lambda out, *_: (out[:, 0] - TARGET[:, None]).square().mean(),  # tall
+    "spread": lambda out, *_: (out - TARGET).abs().mean() + distance(out, out.T),  # spread
+    "others": lambda out, t, *_: (
+        (out - TARGET).abs().mean()  # others
+        - distance((2 * t)[:, 1:2], (2 * t)[:, 1])
+    ),
 }
 
 
@@ -251,6 +262,8 @@ SOUND = {
     "one shape": lambda out, *_: mse_loss(out, TARGET[:, None]),
     "a table": lambda _, table, *__: mse_loss(table, torch.eye(SIZE)),
     "distances": lambda out, *_: (out - out.squeeze(1)).square().mean(),
+    "energy": lambda out, *_: 2 * distance(out, TARGET) - distance(out, out.squeeze(1)),
+    "energy of rows": lambda out, *_: -torch.cdist(out, out).mean() + 2 * distance(out, TARGET),
     "kernel": lambda out, *_: (-((out - TARGET) ** 2)).exp().mean(),
     "quantiles": lambda out, *_: (smooth_l1_loss(out, TARGET, reduction="none") * WEIGHTS).mean(),
     "prototype": lambda out, table, model: mse_loss(model.prototype, table.detach()) + out.mean(),

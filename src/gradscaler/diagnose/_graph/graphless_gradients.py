@@ -21,7 +21,8 @@ from gradscaler.diagnose._operations.rows import names_with
 
 _ADDS = names_with(Role.ADDS)
 # What makes a residual of a gradient: a factor is rather a weight, and is meant to be constant.
-_READS = frozenset({*_ADDS, *names_with(Role.STACKS), *names_with(Role.COMPARES), "l1_loss"})
+_COMPARES = {*names_with(Role.COMPARES), "l1_loss", "sub"}
+_READS = frozenset({*_ADDS, *names_with(Role.STACKS), *_COMPARES})
 # Between a residual and the loss: what passes a layer may be an input along a gradient.
 _PASSED = {*_READS, "abs", "div", "mean", "mul", "neg", "norm", "pow", "sqrt", "sum", "to"}
 
@@ -39,7 +40,8 @@ class GraphlessGradients:
     """Follows gradients without a graph, up to the loss that adds or compares them.
 
     Left out are gradients by parameters, steps along a gradient, as of inputs that are to fool the
-    model, what ``detach()`` says to be meant, and gradients of another model than the loss trains.
+    model, what ``detach()`` says to be meant, gradients of another model than the loss trains, and
+    those that are the targets of another model, which is not given what they are taken by.
 
     Attributes:
         readers: for each node that reads such a gradient, the gradient.
@@ -63,7 +65,7 @@ class GraphlessGradients:
         if call.operation in _ADDS and not gradient.by.isdisjoint(_addresses(call.inputs)):
             return  # a step along the gradient
         made = [each for each in call.outputs if each.grad_fn is not None]
-        if made and call.operation in _READS:
+        if made and call.operation in _READS and not _is_target(call, gradient):
             self.readers |= {each.grad_fn: gradient for each in made}
         elif not made:
             new = [each for each in call.outputs if not each.requires_grad]
@@ -91,6 +93,15 @@ class GraphlessGradients:
         if found is None or all(key not in found.leaves for key, _ in _leaves_of([loss])):
             return None
         return found.place
+
+
+def _is_target(call: Call, gradient: _Gradient) -> bool:
+    """Whether a call compares a gradient with what depends on nothing that it depends on."""
+    others = [each for each in call.inputs if each.grad_fn is not None and each.numel() > 1]
+    leaves = dict(_leaves_of(others))
+    is_apart = gradient.leaves.keys().isdisjoint(leaves)
+    is_apart &= gradient.by.isdisjoint(_addresses(leaves.values()))
+    return call.operation in _COMPARES and bool(leaves) and is_apart
 
 
 def _addresses(tensors: Iterable[Tensor]) -> set[int]:

@@ -39,6 +39,22 @@ def summands_of(node: Node) -> list[Node]:
         (node,) = below
 
 
+def subtracted_in(node: Node) -> Iterator[Node]:
+    """What a node takes from a sum, such as the second of ``2 * first - second``."""
+    waiting = [(node, False)]
+    while waiting:
+        node, is_minus = waiting.pop()
+        inner = [each for each, _ in node.next_functions if each is not None]
+        operation = operation_of(node)
+        if operation in _ADDS and len(inner) > 1:
+            is_taken = operation == "sub"
+            waiting += [(each, is_minus ^ (is_taken and n > 0)) for n, each in enumerate(inner)]
+        elif len(inner) == 1 and (operation in (*_ADDS, *_WEIGHS) or is_form(node)):
+            waiting.append((inner[0], is_minus ^ (operation == "neg")))
+        elif is_minus:
+            yield node
+
+
 def adders_of(node: Node) -> Iterator[Node]:
     """The nodes that add something up to make a loss, among them those that add one to numbers."""
     waiting = [node]

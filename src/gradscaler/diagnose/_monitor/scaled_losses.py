@@ -21,7 +21,7 @@ from gradscaler.diagnose._graph.nodes import (
     saved,
 )
 from gradscaler.diagnose._graph.places import in_memory
-from gradscaler.diagnose._graph.summands import adds_a_constant, summands_of
+from gradscaler.diagnose._graph.summands import adds_a_constant, subtracted_in, summands_of
 from gradscaler.diagnose._graph.zero_losses import end_of
 from gradscaler.diagnose._monitor.listed import in_lists
 from gradscaler.diagnose._operations.operation import Role
@@ -47,6 +47,7 @@ _ELEMENTWISE = "abs", "div", "mean", "mul", "pow", "sqrt", "sum", "to"
 _KEEP_TARGETS = names_with(Role.COMPARES)
 _DIFFERENCES = "expand", "sub", "to", *_KEEP_TARGETS
 _RESHAPES = "unsqueeze", "index"
+_PAIRS = "sub", "cdist", "pdist"  # distances of outputs from one another
 _LEAST_SCALE = 256.0  # a smaller power of 2 is rather the size of a batch
 _CLOSE = 1e-2  # of the largest number, for differences that were rounded to bfloat16
 
@@ -81,7 +82,8 @@ class ScaledLosses:
             self.positive.append((name, alone(loss.detach())))
         for summand in summands_of(loss.grad_fn):
             node, reader = _at_root(summand, _ELEMENTWISE)
-            if node is not None and (sizes := _broadcast(node, reader)):
+            sizes = "" if node is None else _broadcast(node, reader)
+            if sizes and not _is_of_energy(loss.grad_fn, node):
                 self._note(Event.BROADCAST, node, line_of(loss, node), sizes)
 
     def note_scale(self, loss: Tensor) -> None:
@@ -326,6 +328,26 @@ def _broadcast(node: Node, reader: Node) -> str:
             return "" if is_meant else f" makes {list(after)} of {list(before)}"
         (node,) = below
     return ""
+
+
+def _is_of_energy(loss: Node, node: Node) -> bool:
+    """Whether a loss also takes the distances of a node's outputs from one another, as a minus.
+
+    So do an energy distance and a CRPS, which mean all pairs of outputs and targets.
+    """
+    outputs = _behind_forms_of(_before(node)[0])
+    for summand in subtracted_in(loss):
+        pairs, _ = _at_root(summand, _ELEMENTWISE)
+        if pairs is not None and differentiated(pairs.name()) in _PAIRS:
+            ends = {_behind_forms_of(each) for each in _before(pairs)}
+            if ends == {outputs}:
+                return True
+    return False
+
+
+def _behind_forms_of(node: Node) -> Node:
+    """The node that computes what a node shows in another shape; a leaf if none does."""
+    return node if is_leaf(node) else behind_forms(node)
 
 
 def _repeats(node: Node, outputs: tuple[int, ...]) -> bool:
