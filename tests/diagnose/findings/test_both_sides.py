@@ -7,8 +7,8 @@ of which its first words are not told. Other words, and what a finding holds els
 import math
 from dataclasses import replace
 from importlib import import_module
-from itertools import chain
-from operator import eq
+from itertools import accumulate, chain
+from operator import eq, sub
 from pathlib import Path
 from unittest import mock
 
@@ -17,7 +17,7 @@ import pytest
 from gradscaler import NonfiniteGradient
 from gradscaler.diagnose import Located, _findings
 from gradscaler.diagnose._findings import judge
-from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._findings.evidence import Evidence, Way
 from gradscaler.diagnose._findings.frameworks import framework_named
 from gradscaler.diagnose._record import thresholds
 from gradscaler.diagnose._record.events import Events
@@ -953,7 +953,21 @@ def of_evidence():
         held = Optimizers(eps=2.0**-20)
         return with_losses(losses, measured=(seen, seen), optimizers=held, has_scaler=False)
 
+    def ends(moves, turns, rounding=0.0):
+        """A loss that falls, turns now and then, and ends at one number, but for a rounding."""
+        rises = {*range(4, 4 * turns, 8), *[0] * (turns % 2)}
+        falls = [0.01 * (-1 if n in rises else 1) for n in range(moves - 1)]
+        end = [0.5, 0.5 + 0.5 * rounding] * 60
+        losses = [*accumulate(falls, sub, initial=2.0), *end]
+        known = {"sample": sampled(), "missing": (), "has_scaler": False}
+        return with_losses(losses, way=Way().after(losses), **known)
+
     return [
+        (
+            "it was 0.5 in",
+            [ends(19, 0), ends(100, 25), ends(50, 0, rounding=1.1e-6)],
+            [ends(20, 0), ends(100, 24), ends(50, 0, rounding=0.9e-6)],
+        ),
         (
             "the backward pass made gradients that are not 0, ... at step.py:7, so "
             "... line='step.py:7', steps=(), count=2, is_certain=True",

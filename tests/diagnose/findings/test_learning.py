@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 
 from gradscaler.diagnose._findings import judge
-from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._findings.evidence import Evidence, Way
 from gradscaler.diagnose._record.events import Events
 from gradscaler.diagnose._record.lines import Optimizers, Sample
 from gradscaler.diagnose._record.step import Step
+from gradscaler.diagnose._record.thresholds import LONG
 
 FELL = [2.0 * 0.95**n for n in range(100)]
 STOOD = [2.0] * 120
@@ -19,7 +20,8 @@ SAMPLE = Sample(1, 1.0, ((1, 1.0),), 1, ())
 def told(losses, **more):
     """The text on a loop without a scaler that had these losses."""
     past = tuple(Step(n, 1.0, skipped=False, loss=loss) for n, loss in enumerate(losses, 1))
-    evidence = Evidence(len(past), 0, past=past, first=past[0], has_scaler=False)
+    way = Way().after(losses)
+    evidence = Evidence(len(past), 0, past=past, way=way, first=past[0], has_scaler=False)
     return judge(replace(evidence, **{"sample": SAMPLE, "missing": (), **more})).text
 
 
@@ -140,6 +142,33 @@ def test_parameters_that_were_frozen_on_the_way_are_named(losses, said):
     assert said in told(losses, optimizers=seen)
 
 
+ENDS = [0.5] * 110  # at one number
+
+
+@pytest.mark.parametrize(
+    ("before", "is_told"),
+    [
+        ([2.0 - 0.01 * n + 0.1 * (n % 2) for n in range(100)], True),  # batches that differ
+        ([2.0 - 0.01 * n for n in range(100)], False),  # one batch
+        ([0.5 + 1.5 * 0.95**n * math.cos(n / 4) for n in range(100)], False),  # with a momentum
+        ([2.0 - 0.05 * n for n in range(19)], True),  # 19 moves may be smooth by chance
+        ([2.0 - 0.05 * n for n in range(20)], False),
+    ],
+)
+def test_a_loss_that_ends_at_one_number_is_told_unless_its_batch_is_always_the_same(
+    before, is_told
+):
+    text = told(before + ENDS)
+    assert (f"it was 0.5 in {LONG} of the latest {LONG} steps" in text) == is_told
+    assert ("Nothing needs fixing" in text) != is_told
+
+
+def test_what_a_rounding_moves_is_no_turn():
+    rounded = [0.5, 0.5 + 2e-7] * 500
+    assert Way().after([2.0 - 0.05 * n for n in range(31)] + rounded).is_smooth
+    assert not Way().after([2.0, *rounded]).is_smooth
+
+
 RISES = [2.0 * 1.05**n for n in range(100)]
 HEADS = "head.weight", "head.bias"
 
@@ -160,7 +189,8 @@ HEADS = "head.weight", "head.bias"
             RISES,
             {"head.weight": "left out", "other.bias": "left out"},
             "2 to 250.479. head is called, and the loss leaves out what it makes: if head.weight "
-            "and 1 more should be trained, add that to the loss. If the loss",
+            "and 1 more should be trained, add that to the loss; what is only logged may stay. If "
+            "the loss",
         ),
     ],
 )
@@ -196,6 +226,32 @@ def test_optimizers_that_take_turns_have_no_gradients_meanwhile():
 def test_steps_that_an_own_loss_scale_leaves_out_are_no_bad_batches(of_scale, dtype, said):
     known = {"events": Events().after({"by_hand": of_scale}), "backward": frozenset({dtype})}
     assert said in told(FELL, skipped=8, **known)
+
+
+@pytest.mark.parametrize(
+    ("latest", "scales", "said"),
+    [
+        (
+            1.0,
+            (1024, 4096),
+            "the loss went from 2 to 1, each divided by the script's own",
+        ),
+        (5.0, (1024, 4096), "of its step. If it should have fallen, lower the learning rate."),
+        (1.0, (1024,), "went from 2048 to 1024, multiplied by the script's own loss scale."),
+    ],
+)
+def test_losses_are_told_without_an_own_loss_scale_that_changes(latest, scales, said):
+    """A later sample may have counted more of its scale."""
+    events, measured = Events(), ()
+    for count, scale in enumerate(scales, 1):
+        calls = {"by_hand": count, f"by_hand {scale}": count}
+        events = events.after(calls)
+        measured += (replace(SAMPLE, loss=latest * scale, calls=calls),)
+    losses = [2.0 * scales[0], *[latest * scales[-1]] * 119]
+    known = {"events": events, "measured": measured, "backward": frozenset({"float16"})}
+    text = told(losses, **known)
+    assert said in text
+    assert ("If it should have fallen" in text) == (latest > 4)
 
 
 def test_steps_without_a_gradient_that_was_read_are_not_said_to_have_had_a_finite_one():

@@ -247,6 +247,40 @@ def test_a_loss_that_is_0_for_an_unknown_reason_is_told():
     assert "and so is the loss, as in all samples. Look at what the loss multiplies" in found.text
 
 
+def floored(by, low):
+    """Training with losses from 3e-3 on, of which a step takes 1e-3, down to a floor."""
+    start = []
+
+    def loss_of(out, _, model):
+        bias = model.layer.bias[0]
+        start[:] = start or [bias.item()]
+        return by(bias - start[0] + 3e-3, torch.tensor(low))
+
+    return judged(loss_of)
+
+
+FLOORS = {
+    "maximum": torch.maximum,
+    "maximum of a constant": lambda loss, low: torch.maximum(low, loss),
+    "clamp": lambda loss, low: loss.clamp(min=low.item()),
+    "tensor": lambda loss, low: torch.clamp(loss, min=low).mean(),
+}
+
+
+@pytest.mark.parametrize("by", FLOORS)
+def test_a_loss_that_comes_to_its_floor_is_healthy(by):
+    assert floored(FLOORS[by], 5e-4).kind == "normal"
+
+
+@pytest.mark.parametrize("by", FLOORS)
+def test_a_loss_below_its_floor_from_the_start_is_told(by):
+    assert "gradients are exactly 0" in floored(FLOORS[by], 1.0).text
+
+
+def test_a_loss_that_ends_elsewhere_than_at_its_floor_is_told():
+    assert "gradients are exactly 0" in floored(lambda loss, low: loss.relu() + low, 5e-4).text
+
+
 def test_a_loss_that_comes_to_0_is_healthy():
     start = []
 
@@ -264,6 +298,10 @@ SOUND = {
     "distances": lambda out, *_: (out - out.squeeze(1)).square().mean(),
     "energy": lambda out, *_: 2 * distance(out, TARGET) - distance(out, out.squeeze(1)),
     "energy of rows": lambda out, *_: -torch.cdist(out, out).mean() + 2 * distance(out, TARGET),
+    "energy of many rows": lambda out, *_: (
+        distance(out, TARGET)
+        - 0.5 * torch.cdist(out, out, compute_mode="use_mm_for_euclid_dist").mean()
+    ),
     "kernel": lambda out, *_: (-((out - TARGET) ** 2)).exp().mean(),
     "quantiles": lambda out, *_: (smooth_l1_loss(out, TARGET, reduction="none") * WEIGHTS).mean(),
     "prototype": lambda out, table, model: mse_loss(model.prototype, table.detach()) + out.mean(),

@@ -54,6 +54,13 @@ def under_no_grad(model, inputs, step):
     return (model.first(hidden) - target).square().mean()
 
 
+def slope(model, inputs, step):
+    """The loss of a derivative, which the bias of the last layer leaves as it is."""
+    inputs.requires_grad_()
+    out = model.first(model.body(inputs).tanh()).sum()
+    return (torch.autograd.grad(out, inputs, create_graph=True)[0] - 0.1).square().mean()
+
+
 def verdict_on(loss_of, path, freeze=False):
     model = Net()
     model.second.requires_grad_(not freeze)
@@ -83,6 +90,7 @@ def test_a_head_that_is_called_and_left_out_of_the_loss_is_named(loss_of, path):
         (one_term, True, "unused"),
         (not_called, False, "unused and 2 more"),
         (under_no_grad, False, "unused and 2 more"),
+        (slope, True, "unused and 1 more"),
     ],
 )
 def test_a_head_that_is_not_in_the_graph_or_not_trained_is_not(loss_of, freeze, those, path):

@@ -231,8 +231,12 @@ def _with_missing(learned: str, evidence: Evidence) -> str:
     those, seen = _and_more(missing), "no sample holds a gradient of them"
     if place := evidence.events.place(Event.PASSES_NONE):
         seen += f", and {place} passes none on"
+    # A module of which a parameter has a gradient is used, as where a loss takes its derivative.
+    known = () if evidence.sample is None else evidence.sample.parameters
+    used = {name.rpartition(".")[0] for name in known}
     cut = (name for name in missing if evidence.cut.get(name) == gradient_values.LEFT_OUT)
-    unused = [*dict.fromkeys(module for name in cut if (module := name.rpartition(".")[0]))]
+    modules = (name.rpartition(".")[0] for name in cut)
+    unused = [*dict.fromkeys(each for each in modules if each and each not in used)]
     is_fine = learned.startswith(FINE)
     if is_fine and not unused:
         return f"{FINE}, unless {those} should be trained: {seen}."
@@ -245,7 +249,7 @@ def _with_missing(learned: str, evidence: Evidence) -> str:
         are, they_make = ("are", "they make") if len(unused) > 1 else ("is", "it makes")
         use = (
             f"{_and_more(unused)} {are} called, and the loss leaves out what {they_make}: if "
-            f"{those} should be trained, add that to the loss."
+            f"{those} should be trained, add that to the loss; what is only logged may stay."
         )
     return " ".join(
         filter(None, [f"{told.rstrip('.')}.", use, rest.replace("If it", "If the loss", 1)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
@@ -33,6 +33,7 @@ from gradscaler.diagnose._record.thresholds import (
     LATEST_SAMPLES,
     MANY,
     SAME_FAILURES,
+    SAME_LOSS,
     SETTLING_SKIPS,
     STOOD,
     ZERO_FROM_START,
@@ -42,6 +43,34 @@ from gradscaler.policies import FixedScale, is_fixed
 
 STATISTICS = "running_mean", "running_var", "._mean", "._variance"
 """How the names of buffers end that forward passes write, in PyTorch and TensorPlay, and Paddle."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How losses went from step to step: how often they moved, and turned from a fall to a rise.
+
+    Moves of a rounding are left out.
+    """
+
+    latest: float | None = None
+    moves: int = 0
+    turns: int = 0
+    has_risen: bool = False  # at the latest move
+
+    def after(self, losses: Iterable[float]) -> Way:
+        """The way extended by losses."""
+        latest, moves, turns, has_risen = self.latest, self.moves, self.turns, self.has_risen
+        for loss in losses:
+            if latest is not None and abs(loss - latest) > SAME_LOSS * abs(latest):
+                turns += moves > 0 and has_risen != (loss > latest)
+                moves, has_risen = moves + 1, loss > latest
+            latest = loss
+        return Way(latest, moves, turns, has_risen)
+
+    @property
+    def is_smooth(self) -> bool:
+        """Whether the losses are those of one batch, as those of others turn every few steps."""
+        return self.moves >= LATE and self.turns < MANY * self.moves
 
 
 @dataclass(frozen=True)
@@ -76,6 +105,7 @@ class Evidence:
     world_size: int = 1  # how many processes train together
     is_finite_here: bool = False  # whether all inspected skips had finite gradients here
     past: tuple[Step, ...] = ()  # the latest steps
+    way: Way = Way()  # of the losses of all steps
     bad_and_skipped: int = 0  # skipped steps whose loss was not finite
     bad_and_applied: int = 0  # applied steps whose loss was not finite
     measured: tuple[Sample, ...] = ()  # the latest samples with finite gradients
@@ -265,6 +295,7 @@ class Evidence:
             sample=self.sample if line.shares is None else line,
             sizes=(*self.sizes, line)[-MOST_SAMPLES:] if has_sizes(line) else self.sizes,
             past=(*self.past, *steps)[-HISTORY_LENGTH:],
+            way=self.way.after(step.loss for step in steps if step.loss is not None),
             bad_and_skipped=self.bad_and_skipped + sum(s.has_bad_loss and s.skipped for s in steps),
             bad_and_applied=self.bad_and_applied
             + sum(s.has_bad_loss and not s.skipped for s in steps),

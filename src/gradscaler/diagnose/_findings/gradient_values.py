@@ -12,7 +12,7 @@ from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._gradients.fitting_scales import Fit, fades, fit_of
 from gradscaler.diagnose._operations.operation import Role
 from gradscaler.diagnose._operations.rows import names_with
-from gradscaler.diagnose._record.events import Event
+from gradscaler.diagnose._record.events import Event, Events
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.formats import format_named
 from gradscaler.diagnose._record.lines import ParameterSample, Sample
@@ -129,6 +129,14 @@ def _has_stood(first: Step | None, sample: Sample) -> bool:
     return abs(sample.loss) > STOOD * abs(first.loss)
 
 
+def _may_be_learned(sample: Sample, evidence: Evidence) -> bool:
+    """Whether a loss may have nothing left to improve: it is 0, or fell to a floor of its own."""
+    if sample.loss == 0 and not evidence.has_no_loss:
+        return True
+    is_at_floor = Events().after(sample.calls).count(Event.FLOORED) > 0
+    return is_at_floor and not _has_stood(evidence.first, sample)
+
+
 @detector(Phase.DEAD)
 def dead(evidence: Evidence) -> Finding | None:
     """Gradients that are exactly 0 for another reason than underflow."""
@@ -137,7 +145,7 @@ def dead(evidence: Evidence) -> Finding | None:
         return None
     if evidence.are_emptied:  # it is no operation that makes them 0
         return None
-    if sample.loss == 0 and not evidence.has_no_loss:  # it may have nothing left to improve
+    if _may_be_learned(sample, evidence):
         return None
     parameters = sample.parameters
     zeros = [name for name, found in parameters.items() if found.zero == 1]

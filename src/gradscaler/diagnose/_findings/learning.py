@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean, median
 
 from gradscaler.diagnose._findings.evidence import Evidence
-from gradscaler.diagnose._record.events import Event
+from gradscaler.diagnose._record.events import Event, Events
 from gradscaler.diagnose._record.lines import ParameterSample
 from gradscaler.diagnose._record.thresholds import (
     CLIMBED,
@@ -49,14 +49,37 @@ def whether_it_learns(evidence: Evidence) -> str:
         return "Nothing else was judged, as optimizers take turns, each with a loss of its own."
     went = f"the loss went from {first:g} to {losses[-1]:g}"
     judged = f"Nothing else was judged: {went}"
-    if evidence.is_scaled_by_hand:
-        return f"{judged}, multiplied by the script's own loss scale."
+    scaled = f"{judged}, multiplied by the script's own loss scale."
+    if own := _without_own_scales(evidence) or scaled * evidence.is_scaled_by_hand:
+        return own
     if _has_risen_from(first, losses) or -losses[-1] > RAN_AWAY * max(abs(first), 1.0):
         if evidence.steps < EARLY and 0 < losses[-1] < EXPLODED * abs(first):
             return f"{judged}, and {evidence.steps} steps are too few to say more."
         should = "fallen, lower the learning rate" if losses[-1] > 0 else _A_BOUND
         return f"{judged}. If it should have {should}."
     return _since_it_fell(evidence, went)
+
+
+def _without_own_scales(evidence: Evidence) -> str:
+    """What is said of a loss with the script's own loss scale, which changes; empty if none is.
+
+    The scale of a sampled step is known, and that of the first.
+    """
+    counts = evidence.events.counts
+    scales = [float(where) for event, where in counts if event is Event.BY_HAND and where]
+    first, losses = evidence.first and evidence.first.loss, []
+    for sample in evidence.measured:
+        own = Events().after(sample.calls).places(Event.BY_HAND)
+        if sample.loss is not None and len(own) == 1:
+            losses.append(sample.loss / float(*own))
+    if evidence.has_scaler or len(scales) < 2 or first is None or not losses:
+        return ""
+    first /= scales[0]
+    fall = " If it should have fallen, lower the learning rate."
+    return (
+        f"Nothing else was judged: the loss went from {first:g} to {losses[-1]:g}, each divided by "
+        f"the script's own loss scale of its step.{fall * _has_risen_from(first, losses)}"
+    )
 
 
 def _has_risen_from(first: float, losses: Sequence[float]) -> bool:
@@ -80,7 +103,8 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
     usual = fmean(values[:EARLY]) if is_whole or first is None else first
     frozen = () if evidence.optimizers is None else evidence.optimizers.frozen
     has_fallen = fmean(values[-LATE:]) < usual - FELL * abs(usual)
-    rise = _rose_again(losses, usual) or (_stands(losses) if has_fallen else "")
+    may_stand = has_fallen and not evidence.way.is_smooth
+    rise = _rose_again(losses, usual) or (_stands(losses) if may_stand else "")
     if rise := rise or (_climbed(losses) if is_whole else ""):
         return f"{judged}; {rise}"
     is_short = evidence.steps < (FEW_CALLS if values[-1] == first else LONG)
@@ -173,7 +197,10 @@ def _climbed(losses: Sequence[tuple[int, float]]) -> str:
 
 
 def _stands(losses: Sequence[tuple[int, float]]) -> str:
-    """A clause on a loss that is one number in most of the latest steps; empty if it is not."""
+    """A clause on a loss that is one number in most of the latest steps; empty if it is not.
+
+    One batch that is taken whole in each step ends so once it is learned.
+    """
     latest = [loss for _, loss in losses[-LONG:]]
     usual = median(latest)
     same = [loss for loss in latest if abs(loss - usual) <= SAME_LOSS * abs(usual)]

@@ -35,6 +35,19 @@ def end_of(loss: Tensor) -> tuple[str, Node] | None:
     return first
 
 
+def is_at_floor(node: Node) -> bool:
+    """Whether a node puts a constant in the place of all of its inputs, which are below it."""
+    name = aten_name(node.name()).rstrip("_")
+    given, low = saved(node, "self"), saved(node, "min")
+    if name == "maximum" and sum(below is not None for below, _ in node.next_functions) == 1:
+        low = saved(node, "other")
+        is_swapped = node.next_functions[0][0] is None
+        given, low = (low, given) if is_swapped else (given, low)
+    elif name not in _MARGINS:
+        return False
+    return given is not None and low is not None and bool((given < low).all())
+
+
 def _cause_in(node: Node) -> tuple[str | None, list[Node]]:
     """What ends the gradients of a node's inputs, and the nodes to which it lets them pass."""
     name = aten_name(node.name()).rstrip("_")

@@ -22,7 +22,7 @@ from gradscaler.diagnose._graph.nodes import (
 )
 from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.summands import adds_a_constant, subtracted_in, summands_of
-from gradscaler.diagnose._graph.zero_losses import end_of
+from gradscaler.diagnose._graph.zero_losses import end_of, is_at_floor
 from gradscaler.diagnose._monitor.listed import in_lists
 from gradscaler.diagnose._operations.operation import Role
 from gradscaler.diagnose._operations.rows import names_with
@@ -47,7 +47,7 @@ _ELEMENTWISE = "abs", "div", "mean", "mul", "pow", "sqrt", "sum", "to"
 _KEEP_TARGETS = names_with(Role.COMPARES)
 _DIFFERENCES = "expand", "sub", "to", *_KEEP_TARGETS
 _RESHAPES = "unsqueeze", "index"
-_PAIRS = "sub", "cdist", "pdist"  # distances of outputs from one another
+_PAIRS = "sub", "cdist", "euclidean_dist", "pdist"  # distances of outputs from one another
 _LEAST_SCALE = 256.0  # a smaller power of 2 is rather the size of a batch
 _CLOSE = 1e-2  # of the largest number, for differences that were rounded to bfloat16
 
@@ -63,6 +63,7 @@ class ScaledLosses:
     by_hand: set[float] = field(default_factory=set)  # powers of 2 that multiply a loss
     adds_a_constant: bool = False  # whether a loss has a term without a graph
     has_inputs: bool = False  # whether a loss depends on a leaf that is no parameter
+    is_at_floor: bool = False  # whether a loss is a constant, as what it floors is below it
     chance: float | None = None  # the loss of a guess, if the latest loss is a cross entropy
 
     def add(self, loss: Tensor, line_of: Callable[[Tensor, Node], Line]) -> None:
@@ -75,6 +76,7 @@ class ScaledLosses:
             cause, node = end
             self._note(Event.ENDED, node, line_of(loss, node), before=f"{cause} ")
         root, _ = _at_root(loss.grad_fn, _PASSED)
+        self.is_at_floor |= root is not None and is_at_floor(root)
         is_early = len(self.positive) < MOST_LOSSES
         name = "" if root is None else differentiated(root.name())
         self.chance = None if root is None else _chance(root, name)
@@ -166,6 +168,8 @@ class ScaledLosses:
             yield Counted(Event.NEGATIVE)
         if self.by_hand:
             yield Counted(Event.BY_HAND)
+        if self.is_at_floor:
+            yield Counted(Event.FLOORED)
         for scale in self.by_hand:
             yield Counted(Event.BY_HAND, f"{scale:.0f}")
         for event, place in self.mistakes.items():
@@ -337,11 +341,11 @@ def _is_of_energy(loss: Node, node: Node) -> bool:
     """
     outputs = _behind_forms_of(_before(node)[0])
     for summand in subtracted_in(loss):
-        pairs, _ = _at_root(summand, _ELEMENTWISE)
-        if pairs is not None and differentiated(pairs.name()) in _PAIRS:
-            ends = {_behind_forms_of(each) for each in _before(pairs)}
-            if ends == {outputs}:
-                return True
+        root, _ = _at_root(summand, _ELEMENTWISE)
+        pairs = None if root is None else _behind_forms_of(root)  # a large cdist ends in a view
+        is_of_pairs = pairs is not None and differentiated(pairs.name()) in _PAIRS
+        if is_of_pairs and {_behind_forms_of(each) for each in _before(pairs)} == {outputs}:
+            return True
     return False
 
 

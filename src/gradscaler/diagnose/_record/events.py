@@ -71,9 +71,10 @@ class Event(Enum):
     # Losses, at samples; at an operation and its line, or at parameters, too.
     NEGATIVE = "negative", "scaled_losses", "loss_graphs"  # never so for targets as they should be
     # Multiplied by a power of 2 from 256 on: at that, too.
-    BY_HAND = "by_hand", "scaled_losses", "calls evidence"
+    BY_HAND = "by_hand", "scaled_losses", "calls evidence learning"
     # A float16 divisor was Inf.
     ABSORBED = "absorbed", "scaled_losses", "loss_graphs gradient_values"
+    FLOORED = "floored", "scaled_losses", "gradient_values"  # it is a constant that floors it
     ENDED = "ended", "scaled_losses", "loss_graphs"  # it is 0, and each way from it ends
     # It takes probabilities for logits.
     TWICE = "twice", "scaled_losses early_losses", "loss_graphs"
