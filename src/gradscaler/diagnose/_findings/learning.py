@@ -75,10 +75,11 @@ def _without_own_scales(evidence: Evidence) -> str:
     if evidence.has_scaler or len(scales) < 2 or first is None or not losses:
         return ""
     first /= scales[0]
-    fall = " If it should have fallen, lower the learning rate."
+    has_fallen = fmean(losses[-SOON:]) < first - FELL * abs(first)
+    fall = " If it should have fallen, lower the learning rate." * (not has_fallen)
     return (
         f"Nothing else was judged: the loss went from {first:g} to {losses[-1]:g}, each divided by "
-        f"the script's own loss scale of its step.{fall * _has_risen_from(first, losses)}"
+        f"the script's own loss scale of its step.{fall}"
     )
 
 
