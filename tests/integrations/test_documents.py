@@ -5,11 +5,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
-ROWS = re.findall(r"^\| `([\w-]+)`.*? \| ([\d.]+) \|", DOCUMENT, re.MULTILINE)
+TESTED = DOCUMENT.partition("were tried by hand, on the CPU")[0]
+ROWS = re.findall(r"^\| `([\w-]+)`.*? \| ([\d.]+) \|", TESTED, re.MULTILINE)
 
 
 def test_the_document_names_the_versions_that_the_tests_ran_with():
-    assert len(ROWS) == DOCUMENT.count("\n| `") == 22
+    assert len(ROWS) == TESTED.count("\n| `") == 22
     for package, tried in ROWS:
         assert version(package) == tried, package
 
