@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.both import run_both
 from tests.integrations.trainings import TRAININGS
+from tests.support.both import run_both
 from tests.support.marked_lines import lines_marked_in
 
 SCRIPT = Path(__file__).with_name("trainings.py")

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from gradscaler._run_script.after_import import after_import
 from gradscaler._run_script.after_init import after_init
+from gradscaler._run_script.engines import Engines
 from gradscaler._run_script.models import models_of
 from gradscaler._run_script.options import MOST_RUNS
 from gradscaler._run_script.runs import LOOP, Runs
@@ -54,6 +55,7 @@ from gradscaler.diagnose._monitor import (
     unfit_states,
 )
 from gradscaler.diagnose._monitor.by_identity import ByIdentity
+from gradscaler.diagnose._monitor.engine_scaler import EngineScaler
 from gradscaler.diagnose._monitor.models import one_model
 from gradscaler.diagnose._monitor.parameters import held_by
 from gradscaler.torch import GradScaler, install
@@ -98,6 +100,8 @@ class Session(Runs, backward_calls.BackwardListener):
         self._is_watching = True
         after_import("fastai.optimizer", self._see_fastai)
         after_init(GradScaler, self._see_scaler)
+        engines = Engines(self._begin_scaled, lambda scaler: self.end_step(id(scaler)))
+        after_import("deepspeed.runtime.engine", engines.watch)
         load = unfit_states.noting(torch.nn.Module.load_state_dict)
         replace(torch.nn.Module, "load_state_dict", load)
         on_stop.callback(unfit_states.forget)
@@ -189,7 +193,7 @@ class Session(Runs, backward_calls.BackwardListener):
             self._begin(LOOP, None)
         backward_calls.ignore(self)
 
-    def _begin_scaled(self, scaler: GradScaler) -> None:
+    def _begin_scaled(self, scaler: GradScaler | EngineScaler) -> None:
         if self._is_full or not (self._new or id(scaler) not in self.open):
             return
         if self._scalers.are_made_each_step:
@@ -205,7 +209,7 @@ class Session(Runs, backward_calls.BackwardListener):
             attempt(run.discard)
         voice.note(f"{OF_EACH_STEP} {MAKE_ONCE}")
 
-    def _begin(self, key: int, scaler: GradScaler | None) -> None:
+    def _begin(self, key: int, scaler: GradScaler | EngineScaler | None) -> None:
         """Begin a run; those of earlier optimizers end."""
         self._lines.stop()
         if self._new:
@@ -213,7 +217,7 @@ class Session(Runs, backward_calls.BackwardListener):
         self.begin(key, scaler, None)
 
     def _open(self, key: object, scaler: Any, *_: Any) -> None:
-        self._find_model()
+        self._find_model(scaler)
         model, is_watched = one_model(self._model), self._options.watch is not None
         super()._open(key, scaler, model, Search(model) if is_watched else None)
         self._running = RunningNans()
@@ -241,14 +245,19 @@ class Session(Runs, backward_calls.BackwardListener):
         if self._handles:
             remove_unless_stepping(self._handles)
 
-    def _find_model(self) -> None:
+    def _find_model(self, scaler: Any) -> None:
         """Find the model of the optimizers that were made since the latest run began."""
-        if optimizers := list(self._new):
-            first = [_alive(self._new.get(each, [])) for each in optimizers]
-            self._new.clear()
+        optimizers = list(self._new)
+        first = [_alive(self._new.get(each, [])) for each in optimizers]
+        self._new.clear()
+        if isinstance(scaler, EngineScaler):
+            self._model = scaler.model
+        elif optimizers:
             self._model = models_of(optimizers, first)
-            models = self._model.values() if isinstance(self._model, dict) else [self._model]
-            self._known = {id(p) for model in models for p in model.parameters()}
+        else:
+            return
+        models = self._model.values() if isinstance(self._model, dict) else [self._model]
+        self._known = {id(p) for model in models for p in model.parameters()}
 
     def end(self) -> None:
         """Close all files, and print the verdicts."""

@@ -23,6 +23,7 @@ from gradscaler.diagnose._graph.watch import GraphWatch
 from gradscaler.diagnose._locate.locate import is_locating
 from gradscaler.diagnose._monitor import loaders, new_optimizers, unfit_states
 from gradscaler.diagnose._monitor.backward_graph import CutOff, listen
+from gradscaler.diagnose._monitor.engine_scaler import EngineScaler
 from gradscaler.diagnose._monitor.failure_watch import FailureWatch
 from gradscaler.diagnose._monitor.gradient_sample import measure
 from gradscaler.diagnose._monitor.held_parameters import (
@@ -296,7 +297,9 @@ class EagerObserver(StepSource):
             if self._sees_graph:
                 self._held.note_left(optimizer)
         is_watched = self._watch.step == iteration.number
-        is_skip = (self.forensics or is_watched) and outcome.skipped  # may wait for the device
+        can_read = not isinstance(self.scaler, EngineScaler)
+        may_read = can_read and (self.forensics or is_watched)
+        is_skip = may_read and outcome.skipped  # may wait for the device
         if is_skip and (is_watched or self._inspects_next_skip):
             named = self._named(optimizer)
             outcome.nonfinite = inspect(_gradients_of(named))

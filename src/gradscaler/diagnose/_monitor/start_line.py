@@ -9,12 +9,13 @@ from pathlib import Path
 from platform import python_version
 from typing import Any
 
+from gradscaler.diagnose._monitor.engine_scaler import EngineScaler
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
 
 
 def framework_of(scaler: object) -> str:
     """The framework of a scaler, or of the optax state that holds one."""
-    if isinstance(scaler, Unscaled):
+    if isinstance(scaler, (EngineScaler, Unscaled)):
         return scaler.framework
     for base in type(scaler).__mro__:
         package, _, rest = base.__module__.partition(".")
