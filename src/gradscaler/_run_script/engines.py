@@ -44,15 +44,16 @@ class Engines:
 
         @in_place_of(step)
         def stepped(engine: Any, *args: Any, **kwargs: Any) -> Any:
-            num_before = engine.global_steps
+            num_before = getattr(engine, "global_steps", None)
             see_step(engine)
             result = step(engine, *args, **kwargs)
-            if engine.global_steps != num_before:
+            if getattr(engine, "global_steps", None) != num_before:
                 see_stepped(engine)
             return result
 
-        replace(kind, "backward", before(kind.backward))
-        replace(kind, "scale", before(kind.scale))
+        for name in ("backward", "scale"):
+            if hasattr(kind, name):  # an older engine has no scale()
+                replace(kind, name, before(getattr(kind, name)))
         replace(kind, "step", stepped)
 
     def _see_loss(self, engine: Any, loss: Any) -> None:
