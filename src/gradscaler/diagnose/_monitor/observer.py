@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
 from inspect import currentframe
-from itertools import repeat
 from threading import Lock
 from typing import SupportsFloat, TypeVar
 
@@ -21,19 +19,16 @@ from gradscaler.diagnose._graph.hooks import OneCallHooks, weakly
 from gradscaler.diagnose._graph.lines import Line
 from gradscaler.diagnose._graph.watch import GraphWatch
 from gradscaler.diagnose._locate.locate import is_locating
-from gradscaler.diagnose._monitor import loaders, new_optimizers, unfit_states
+from gradscaler.diagnose._monitor import loaders, unfit_states
 from gradscaler.diagnose._monitor.backward_graph import CutOff, listen
 from gradscaler.diagnose._monitor.engine_scaler import EngineScaler
 from gradscaler.diagnose._monitor.failure_watch import FailureWatch
 from gradscaler.diagnose._monitor.gradient_sample import measure
-from gradscaler.diagnose._monitor.held_parameters import (
-    HeldParameters,
-    bad_settings_of,
-    is_made_to_move,
-)
+from gradscaler.diagnose._monitor.held_parameters import HeldParameters
 from gradscaler.diagnose._monitor.iterations import Iteration, Iterations
+from gradscaler.diagnose._monitor.learning_rates import LearningRates
 from gradscaler.diagnose._monitor.models import uncalled_in
-from gradscaler.diagnose._monitor.parameters import OptimizersParameters, has_stepped, rates_of
+from gradscaler.diagnose._monitor.parameters import OptimizersParameters, has_stepped
 from gradscaler.diagnose._monitor.step_source import StepSource
 from gradscaler.diagnose._monitor.teller import StuckError
 from gradscaler.diagnose._monitor.training_mode import TrainingMode
@@ -106,6 +101,7 @@ class EagerObserver(StepSource):
         self._used = UsedGradients(counts_changes=sees_operations)
         self.parameters = OptimizersParameters(self.model)
         self._held = HeldParameters(self.model, self.parameters)
+        self._rates = LearningRates()
         self._sees_graph = sees_operations
         self._shared = SharedParameters() if is_torch else None
         self._mode = TrainingMode(self.model if is_torch else None)
@@ -238,7 +234,7 @@ class EagerObserver(StepSource):
         self._used.before_step(optimizer, iteration, self._held.names.get(id(optimizer), ""))
         if self._mode.is_left(optimizer):
             iteration.note(Event.EVALUATING)
-        self._see_rates(iteration, optimizer)
+        self._rates.see(optimizer, iteration, is_new=id(optimizer) not in self._held.names)
         while unfit_states.places:
             iteration.note(Event.UNFIT, unfit_states.places.pop())
         while unfit_states.copies:
@@ -251,29 +247,6 @@ class EagerObserver(StepSource):
         iteration.overwritten += self._held.overwritten(optimizer)
         if not getattr(optimizer, "state", True):
             iteration.new.add(id(optimizer))
-
-    def _see_rates(self, iteration: Iteration, optimizer: object) -> None:
-        """Note what an optimizer's learning rates and other settings show before its step."""
-        for setting in bad_settings_of(optimizer):
-            iteration.note(Event.NONFINITE, setting)
-        rates = rates_of(optimizer)
-        if any(map(operator.lt, rates, repeat(0))):
-            iteration.note(Event.UPHILL)
-        if rates and not any(rates) and is_made_to_move(optimizer):
-            self._note_still(iteration, optimizer, Event.STILL)
-        if self._held.have_faded(optimizer, rates):
-            self._note_still(iteration, optimizer, Event.FADED)
-        rate, others = new_optimizers.ignored.get(optimizer, ("", ()))
-        if rate and rates == others and id(optimizer) not in self._held.names:
-            iteration.note(Event.IGNORED, rate)
-        if jump := self._held.rescheduled(optimizer, rates):
-            iteration.note(Event.RESCHEDULED, jump)
-
-    def _note_still(self, iteration: Iteration, optimizer: object, event: Event) -> None:
-        """Note a step whose rates are 0 or almost, and once what makes them so."""
-        iteration.note(event)
-        if setting := self._held.note_still(optimizer, event):
-            iteration.note(event, setting)
 
     @closes_if_asked
     def stepped(self, optimizer: object, outcome: StepOutcome, /) -> None:

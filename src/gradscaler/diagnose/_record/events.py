@@ -46,13 +46,15 @@ class Event(Enum):
     UNZEROED = "unzeroed", "iterations", "calls"
 
     # Optimizers and their settings.
-    NONFINITE = "nonfinite", "observer", "optimizers"  # at a setting, as "lr of group 0": Inf, NaN
-    UPHILL = "uphill", "observer", "optimizers"  # a learning rate was negative
-    STILL = "still", "observer", "optimizers"  # all rates were 0: at what set them, once
-    FADED = "faded", "observer", "optimizers"  # all were below a millionth: likewise
-    RESCHEDULED = "rescheduled", "observer", "optimizers"  # as "1e-4 to 0.1": a resumed one's rate
+    # Inf or NaN: at a setting, as "lr of group 0".
+    NONFINITE = "nonfinite", "learning_rates", "optimizers"
+    UPHILL = "uphill", "learning_rates", "optimizers"  # a learning rate was negative
+    STILL = "still", "learning_rates", "optimizers"  # all rates were 0: at what set them, once
+    FADED = "faded", "learning_rates", "optimizers"  # all were below a millionth: likewise
+    # A resumed one's rate, as "1e-4 to 0.1".
+    RESCHEDULED = "rescheduled", "learning_rates", "optimizers"
     # The rate that an optimizer was made with, as "lr=0.5 of SGD": its groups had that of another.
-    IGNORED = "ignored", "observer", "learning"
+    IGNORED = "ignored", "learning_rates", "learning"
     RENEWED = "renewed", "observer", "optimizers"  # a step gave an optimizer its first state
     OVERWRITTEN = "overwritten", "iterations", "optimizers learning"  # weights, between two steps
     SHARED = "shared", "observer", "optimizers"  # as LOSS: it stepped another's parameters
