@@ -43,7 +43,7 @@ from gradscaler._run_script.variables import (
 )
 from gradscaler._run_script.voice import attempt, conclude_without_step, voice
 from gradscaler.diagnose._graph.guard import guarded
-from gradscaler.diagnose._graph.hooks import Handle, remove_unless_stepping, uncompiled
+from gradscaler.diagnose._graph.hooks import StepHooks
 from gradscaler.diagnose._graph.lines import Tracebacks, keep_under
 from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.search import Search
@@ -80,7 +80,7 @@ class Session(Runs, backward_calls.BackwardListener):
         self._new = ByIdentity[list[ref[torch.Tensor]]]()
         self._model: Any = None  # of the latest run
         self._known: set[int] = set()  # ids of its parameters
-        self._handles: list[Handle] = []  # of hooks of all optimizers, if a step is to be watched
+        self._hooks = StepHooks(self)  # if a step is to be watched
         self._scalers, self._observed = FreshScalers(), ObservedScalers()
         self._has_given_up = False
         self._waits = self._is_told = False  # for an optimizer, as a scaler of PyTorch's is in use
@@ -223,14 +223,7 @@ class Session(Runs, backward_calls.BackwardListener):
         self._running = RunningNans()
         self.open[key].at_samples(self._running.look)
         if is_watched:  # after the hooks of the monitor, which count the steps
-            self._see_steps()
-
-    def _see_steps(self) -> None:
-        """See the steps of whatever optimizer of PyTorch, for the operations of one of them."""
-        if not self._handles:
-            before, after = guarded(self._before_step), guarded(self._after_step)
-            self._handles.append(hooks.register_optimizer_step_pre_hook(uncompiled(before)))
-            self._handles.append(hooks.register_optimizer_step_post_hook(uncompiled(after)))
+            self._hooks.add(guarded(self._before_step), guarded(self._after_step))
 
     def _before_step(self, *_: object) -> None:
         for run in self.open.values():
@@ -242,8 +235,7 @@ class Session(Runs, backward_calls.BackwardListener):
 
     def _end_open(self) -> None:
         super()._end_open()
-        if self._handles:
-            remove_unless_stepping(self._handles)
+        self._hooks.remove()
 
     def _find_model(self, scaler: Any) -> None:
         """Find the model of the optimizers that were made since the latest run began."""

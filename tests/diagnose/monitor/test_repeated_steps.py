@@ -72,8 +72,22 @@ def before_the_scaler_s_and_after_clipping(t):
     t.step()
 
 
+def after_and_soon_without_the_bias(t):
+    if t.optimizer.state:  # else it is the first step
+        t.model.bias.grad = None
+    after(t)
+
+
 @pytest.mark.parametrize(
-    "more", [after, before, between, after_clipping, before_the_scaler_s_and_after_clipping]
+    "more",
+    [
+        after,
+        before,
+        between,
+        after_clipping,
+        before_the_scaler_s_and_after_clipping,
+        after_and_soon_without_the_bias,
+    ],
 )
 def test_a_step_that_is_taken_twice_is_told(more):
     first = Training(more).verdict().findings[0]

@@ -35,14 +35,6 @@ def weakly(method: _Call) -> Callable[..., Any]:
     return guarded(call)
 
 
-def uncompiled(hook: _Call) -> Callable[..., Any]:
-    """A hook of optimizers that a compiled step calls, and PyTorch's compiler does not trace."""
-    from torch.compiler import disable
-
-    untraced: Callable[..., Any] = disable(hook)
-    return untraced
-
-
 class OneCallHooks:
     """Hooks that are removed at their first call, so that a graph that is kept collects none."""
 
@@ -73,15 +65,38 @@ def _remove_each(handles: dict[object, Handle]) -> None:
         handle.remove()
 
 
-def remove_unless_stepping(handles: list[Handle]) -> None:
-    """Remove hooks of optimizers, unless PyTorch may be going through them in some thread.
+class StepHooks:
+    """Hooks of the steps of all of PyTorch's optimizers, which go with their owner."""
 
-    It raises an error if one is removed then. The hooks that stay must do nothing any more.
-    """
-    file = sys.modules["torch.optim.optimizer"].__file__
-    stacks = map(walk_stack, sys._current_frames().values())
-    if not any(frame.f_code.co_filename == file for stack in stacks for frame, _ in stack):
-        remove_all(handles)
+    def __init__(self, owner: object) -> None:
+        self._handles: list[Handle] = []
+        weakref.finalize(owner, remove_all, self._handles).atexit = False
+
+    def add(self, before: _Call | None, after: _Call) -> None:
+        """Call functions before each step, and after it, unless some are called already.
+
+        A step that is compiled calls them, too, and PyTorch's compiler does not trace them.
+        """
+        if self._handles:
+            return
+        from torch.compiler import disable
+        from torch.optim import optimizer as hooks
+
+        if before is not None:
+            self._handles.append(hooks.register_optimizer_step_pre_hook(disable(before)))
+        self._handles.append(hooks.register_optimizer_step_post_hook(disable(after)))
+
+    def remove(self) -> None:
+        """Remove the hooks, unless PyTorch may be going through them in some thread.
+
+        It raises an error if one is removed then. The hooks that stay must do nothing any more.
+        """
+        if not self._handles:
+            return
+        file = sys.modules["torch.optim.optimizer"].__file__
+        stacks = map(walk_stack, sys._current_frames().values())
+        if not any(frame.f_code.co_filename == file for stack in stacks for frame, _ in stack):
+            remove_all(self._handles)
 
 
 def remove_all(handles: list[Handle]) -> None:

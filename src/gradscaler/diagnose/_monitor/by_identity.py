@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any, Generic, TypeVar
 
 ValueT = TypeVar("ValueT")
@@ -23,7 +23,13 @@ class ByIdentity(Generic[ValueT]):
 
     def get(self, key: Any, otherwise: ValueT) -> ValueT:
         """The value of an object."""
-        return self._entries[id(key)][1] if key in self else otherwise
+        entry = self._entries.get(id(key))
+        return otherwise if entry is None or entry[0]() is not key else entry[1]
+
+    @property
+    def ids(self) -> Set[int]:
+        """The ids of the objects that are alive."""
+        return self._entries.keys()
 
     def __contains__(self, key: object) -> bool:
         entry = self._entries.get(id(key))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -12,22 +12,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradscaler.diagnose._gradients.arrays import local, sample_of
+from gradscaler.diagnose._gradients.arrays import sample_of
 from gradscaler.diagnose._gradients.reading import Tensor, largest
 from gradscaler.diagnose._graph.nodes import is_leaf, nodes_from
 from gradscaler.diagnose._graph.step_lines import lines_around
 from gradscaler.diagnose._monitor import new_optimizers
+from gradscaler.diagnose._monitor.looks import FEW_ELEMENTS, Mark, is_unchanged, mark_of
 from gradscaler.diagnose._monitor.parameters import (
     OptimizersParameters,
     eps_of,
-    groups_of,
     held_by,
     rates_of,
 )
-from gradscaler.diagnose._monitor.used_gradients import Mark, is_unchanged, mark_of
 from gradscaler.diagnose._record.lines import UNOWNED, Optimizers
-
-_FEW_ELEMENTS = 16  # of a parameter; one that moves changes in these, too
 
 
 class HeldParameters:
@@ -49,7 +46,6 @@ class HeldParameters:
         # Those outside, at the sample before: some of their elements, and their gradients.
         self._outer: dict[str, tuple[NDArray[Any], Mark | bytes]] = {}
         self._unheld: list[tuple[int, NDArray[Any]]] = []  # one of nobody's, by its id
-        self._left: dict[int, Tensor] = {}  # by the latest sampled step; parts by parameters' ids
         self._version: int | None = None  # of the model's first trained parameter
         # Of the latest loss: whether each is a parameter.
         self._leaves: dict[int, bool] | None = None
@@ -65,14 +61,15 @@ class HeldParameters:
         """Note a step of an optimizer; return how many it made, if none of them had gradients."""
         key = id(optimizer)
         if key not in self.names:
-            held = self._parameters.named(optimizer).values()
+            named = self._parameters.named(optimizer)
+            held = named.values()
             self._held[key] = {id(p) for p in held}
             self._trained[key] = {id(p) for p in held if getattr(p, "requires_grad", False)}
             self._first_own |= self._held[key] & self._own()
             # Those that have no gradient in it may be of layers that were replaced before.
             others = (p for p in held if id(p) in self._trained[key] - self._in_modules())
             self._is_late |= any(p.grad is None for p in others)
-            self.names[key] = self._name_of(optimizer)
+            self.names[key] = self._name_of(optimizer, named)
         if has_gradients:
             self._stepped.add(key)
             self._idle.pop(key, None)
@@ -92,10 +89,9 @@ class HeldParameters:
         It is ``"parameters"`` or ``"tensors"`` that the optimizer does not hold, and the line that
         made the optimizer; or ``"held"``, parameters whose gradients are gone.
         """
-        held = {id(p) for group in groups_of(optimizer) for p in group["params"]}
         if self._leaves is None:
             return None
-        if not held.isdisjoint(self._leaves):
+        if not self._leaves.keys().isdisjoint(map(id, held_by(optimizer))):
             return "held"
         line = self._lines.get("optimizer")
         kind = "parameters" if any(self._leaves.values()) else "tensors"
@@ -122,39 +118,18 @@ class HeldParameters:
         before, self._version = self._version, getattr(first, "_version", None)
         return before is not None and self._version != before
 
-    def note_left(self, optimizer: object) -> None:
-        """Note the parameters that an optimizer's step left, without waiting for a device."""
-        self._left = {
-            id(p): _part_of(p).clone() for p in self._parameters.named(optimizer).values()
-        }
-
-    def overwritten(self, optimizer: object) -> list[Tensor]:
-        """For each parameter, whether it changed since the noted step; may be on a device.
-
-        The list is empty if no step was noted, or if this is not the next one of its parameters.
-        """
-        left, self._left = self._left, {}
-        if not left:
-            return []
-        named = self._parameters.named(optimizer)
-        if left.keys() != set(map(id, named.values())):
-            return []
-        return [(_part_of(p) != left[id(p)]).any() for p in named.values()]
-
-    def at_sample(self, optimizer: object) -> Optimizers:
-        """What is known before a sampled step of an optimizer."""
-        self._held[id(optimizer)] = {id(p) for p in self._parameters.named(optimizer).values()}
+    def at_sample(self, optimizer: object, named: Mapping[str, Tensor]) -> Optimizers:
+        """What is known before a sampled step of an optimizer of named parameters."""
+        self._held[id(optimizer)] = {id(p) for p in named.values()}
         idle = {self.names[key]: count for key, count in self._idle.items()}
         rate = max(rates_of(optimizer), default=None)
-        weights = self._parameters.growth_of_matrices(optimizer)
-        named = self._parameters.named(optimizer)
+        weights = self._parameters.matrices_growth(optimizer, list(named.values()))
         blank = tuple(name for name, p in named.items() if _is_blank(p))
         trained = self._trained.get(id(optimizer), set())
         # Two networks that freeze each other in turn keep their gradients meanwhile.
         left = ((n, p) for n, p in named.items() if id(p) in trained and p.grad is None)
         frozen = tuple(name for name, p in left if not p.requires_grad)
-        eps = eps_of(optimizer)
-        seen = Optimizers(idle, self._outside(), rate, weights=weights, eps=eps)
+        seen = Optimizers(idle, self._outside(), rate, weights=weights, eps=eps_of(optimizer))
         return replace(seen, blank=blank, frozen=frozen, lines=self._lines)
 
     def _own(self) -> set[int]:
@@ -178,7 +153,7 @@ class HeldParameters:
     def has_stood(self, unheld: Sequence[Tensor]) -> bool:
         """Whether the first of some parameters has not moved since the sample before."""
         before = self._unheld
-        now = [(id(p), np.array(sample_of(p, _FEW_ELEMENTS))) for p in unheld[:1]]
+        now = [(id(p), np.array(sample_of(p, FEW_ELEMENTS))) for p in unheld[:1]]
         self._unheld = now
         is_same = bool(before and now) and before[0][0] == now[0][0]
         return is_same and np.array_equal(before[0][1], now[0][1])
@@ -211,7 +186,7 @@ class HeldParameters:
             if place > first and id(parameter) not in held and _is_used(parameter)
         }
         before = self._outer
-        parts = {name: np.array(sample_of(p, _FEW_ELEMENTS)) for name, p in rest.items()}
+        parts = {name: np.array(sample_of(p, FEW_ELEMENTS)) for name, p in rest.items()}
         self._outer = {name: (parts[name], _gradient_of(p)) for name, p in rest.items()}
         known = [name for name in rest if name in before]
         still = [n for n in known if np.array_equal(before[n][0], parts[n])]
@@ -219,11 +194,10 @@ class HeldParameters:
         new = [name for name in still if not _is_as_before(before[name][1], rest[name])]
         return tuple(name for name in new if _module_of(name) not in moved)
 
-    def _name_of(self, optimizer: object) -> str:
+    def _name_of(self, optimizer: object, held: Mapping[str, Tensor]) -> str:
         """The module that an optimizer's parameters have in common, else the optimizer's class."""
         if self._model is None:
             return type(optimizer).__name__
-        held = self._parameters.named(optimizer)
         if self._own().isdisjoint(map(id, held.values())):
             return UNOWNED
         names = ["/" + name.replace(".", "/") for name in held]
@@ -231,15 +205,11 @@ class HeldParameters:
         return common or type(optimizer).__name__
 
 
-def _part_of(parameter: Tensor) -> Tensor:
-    return local(parameter).detach().reshape(-1)[:_FEW_ELEMENTS]
-
-
 def _gradient_of(parameter: Tensor) -> Mark | bytes:
     """The mark of a gradient; some of its numbers where no changes are counted, or none is kept."""
     gradient = parameter.grad
     mark = mark_of(gradient) if parameter.grad is gradient else None
-    return sample_of(gradient, _FEW_ELEMENTS).tobytes() if mark is None else mark
+    return sample_of(gradient, FEW_ELEMENTS).tobytes() if mark is None else mark
 
 
 def _is_as_before(before: Mark | bytes, parameter: Tensor) -> bool:
@@ -256,7 +226,7 @@ def _module_of(parameter: str) -> str:
 def _is_blank(parameter: Tensor) -> bool:
     """Whether a matrix is all 0, and its gradient, too."""
     gradient = getattr(parameter, "grad", None)
-    if gradient is None or parameter.ndim < 2 or np.any(sample_of(parameter, _FEW_ELEMENTS)):
+    if gradient is None or parameter.ndim < 2 or np.any(sample_of(parameter, FEW_ELEMENTS)):
         return False
     return not largest(parameter) and not largest(gradient)
 

@@ -24,7 +24,7 @@ from gradscaler.diagnose._monitor.gradient_check import (
 )
 from gradscaler.diagnose._monitor.iterations import Iteration
 from gradscaler.diagnose._monitor.observer import EagerObserver, closes_if_asked
-from gradscaler.diagnose._monitor.parameters import held_by
+from gradscaler.diagnose._monitor.parameters import any_gradient
 from gradscaler.diagnose._monitor.step_log import MANY_CALLS, StepLog
 from gradscaler.diagnose._monitor.streaks import MOST_NONFINITE
 from gradscaler.diagnose._record.events import Counted, Event
@@ -120,7 +120,8 @@ class LoopObserver(EagerObserver):
         iteration = self._iterations.latest
         self._check(iteration)
         self._changes = None if self._failure is None else self._num_changes()
-        self._has_gradients |= self._is_in_step and _any_gradient(self._trained.values())
+        if self._is_in_step and any(p.grad is not None for p in self._trained.values()):
+            self._has_gradients = True
         if iteration.is_sampled:
             iteration.measured.clear()
             for optimizer in self.parameters.optimizers:
@@ -199,7 +200,7 @@ class LoopObserver(EagerObserver):
         """Check the gradients if no backward pass was seen to make them."""
         is_new = self._has_new(optimizer)
         super().stepping(optimizer, None)
-        self._has_gradients = _any_gradient(held_by(optimizer))
+        self._has_gradients = any_gradient(optimizer)
         iteration = self._iterations.latest
         if is_new or not self._is_checked:
             self._check(iteration)
@@ -278,7 +279,7 @@ class LoopObserver(EagerObserver):
 
     def outcome_of(self, optimizer: object) -> StepOutcome:
         """The outcome of a step that is done."""
-        if not (self._has_gradients or _any_gradient(held_by(optimizer))):
+        if not (self._has_gradients or any_gradient(optimizer)):
             return StepOutcome(1.0, False, "no_gradients")
         outcome = StepOutcome(1.0, False, "disabled")  # loss scaling is
         if self._failure is not None and self._is_applied(self._named(optimizer)):
@@ -389,10 +390,6 @@ class LoopObserver(EagerObserver):
 
     def _is_resumed(self, optimizer: object) -> bool:
         return False  # there is no scaler whose state could be missing
-
-
-def _any_gradient(parameters: Iterable[Tensor]) -> bool:
-    return any(p.grad is not None for p in parameters)
 
 
 def _has_any(gradient: Tensor | None) -> bool:

@@ -27,16 +27,12 @@ from gradscaler.diagnose._monitor.gradient_sample import measure
 from gradscaler.diagnose._monitor.held_parameters import HeldParameters
 from gradscaler.diagnose._monitor.iterations import Iteration, Iterations
 from gradscaler.diagnose._monitor.learning_rates import LearningRates
+from gradscaler.diagnose._monitor.looks import Looks
 from gradscaler.diagnose._monitor.models import uncalled_in
 from gradscaler.diagnose._monitor.parameters import OptimizersParameters, has_stepped
 from gradscaler.diagnose._monitor.step_source import StepSource
 from gradscaler.diagnose._monitor.teller import StuckError
 from gradscaler.diagnose._monitor.training_mode import TrainingMode
-from gradscaler.diagnose._monitor.used_gradients import (
-    RepeatedSteps,
-    SharedParameters,
-    UsedGradients,
-)
 from gradscaler.diagnose._record.events import Counted, Event
 from gradscaler.diagnose._record.lines import BadStep
 from gradscaler.diagnose._record.step import Step
@@ -98,16 +94,13 @@ class EagerObserver(StepSource):
         self._watch = FailureWatch(self.model, self.log, finds_operations=not is_torch)
         self._cut_off = CutOff(self._watch, sees_operations)
         self._hooks = OneCallHooks()  # of the present iteration's losses
-        self._used = UsedGradients(counts_changes=sees_operations)
+        self._looks = Looks(self.model, sees_operations, weakly(self.note_repeated))
+        self._sees_own_steps = is_torch and self._steps_by_scaler
         self.parameters = OptimizersParameters(self.model)
         self._held = HeldParameters(self.model, self.parameters)
         self._rates = LearningRates()
         self._sees_graph = sees_operations
-        self._shared = SharedParameters() if is_torch else None
         self._mode = TrainingMode(self.model if is_torch else None)
-        self._repeated: RepeatedSteps | None = None
-        if is_torch and self._steps_by_scaler:
-            self._repeated = RepeatedSteps(self.model, weakly(self.note_repeated))
         self._updated = self.log.counts.step  # the last step whose `updating` ended
 
     @property
@@ -137,7 +130,7 @@ class EagerObserver(StepSource):
             self._cut_off.see(outputs)
         self._mode.note_loss()
         if not iteration.losses:
-            self._used.before_backward()
+            self._looks.before_backward()
         if self._graphs is not None:
             self._graphs.see(outputs, may_hook=not iteration.is_long)
         loss = local(outputs).detach()
@@ -189,8 +182,8 @@ class EagerObserver(StepSource):
         self._before_step(optimizer, scale)
         if self._observed.is_mixed(optimizer):
             self._iterations.latest.note(Event.MIXED)
-        if self._repeated is not None:
-            self._repeated.begin(optimizer)
+        if self._sees_own_steps:
+            self._looks.begin_scaled(optimizer)
 
     def _before_step(self, optimizer: object, scale: SupportsFloat | None) -> None:
         iteration = self._iterations.latest
@@ -208,8 +201,8 @@ class EagerObserver(StepSource):
         if iteration.is_sampled:
             if self.at_sample is not None:
                 self.at_sample()
-            if self._shared is not None and self._shared.repeats(optimizer):
-                iteration.note(Event.SHARED)
+            if self._graphs is not None:
+                self._looks.note_shared(optimizer, iteration)
             self._measure(optimizer, scale)
 
     @closes_if_asked
@@ -231,7 +224,7 @@ class EagerObserver(StepSource):
         if iteration.is_first and not iteration.optimizers and self._graphs is not None:
             for place in uncalled_in(self.model):
                 iteration.note(Event.UNCALLED, place)
-        self._used.before_step(optimizer, iteration, self._held.names.get(id(optimizer), ""))
+        self._looks.before_step(optimizer, iteration, self._held.names.get(id(optimizer), ""))
         if self._mode.is_left(optimizer):
             iteration.note(Event.EVALUATING)
         self._rates.see(optimizer, iteration, is_new=id(optimizer) not in self._held.names)
@@ -244,7 +237,6 @@ class EagerObserver(StepSource):
                 iteration.note(Event.ONTO_ITSELF, line)
         if self._cut_off.is_looking:
             self._cut_off.note(self._named(optimizer))
-        iteration.overwritten += self._held.overwritten(optimizer)
         if not getattr(optimizer, "state", True):
             iteration.new.add(id(optimizer))
 
@@ -252,8 +244,8 @@ class EagerObserver(StepSource):
     def stepped(self, optimizer: object, outcome: StepOutcome, /) -> None:
         """Inspect the gradients if they are not finite."""
         self._is_in_step = False
-        if self._repeated is not None:
-            self._repeated.end(optimizer)
+        if self._sees_own_steps:
+            self._looks.end_scaled(optimizer)
         has_gradients = outcome.known_reason != "no_gradients"
         count = self._held.note(optimizer, has_gradients)
         if not has_gradients:
@@ -264,11 +256,9 @@ class EagerObserver(StepSource):
         if id(optimizer) in iteration.new and optimizer.state:  # type: ignore[attr-defined]
             iteration.note(Event.RENEWED)
         if iteration.is_sampled:
-            if self._shared is not None:
-                self._shared.stepped(optimizer)
+            if self._graphs is not None:
+                self._looks.after_step(optimizer, iteration.number)
             self._measure(optimizer)  # if a closure made the gradients
-            if self._sees_graph:
-                self._held.note_left(optimizer)
         is_watched = self._watch.step == iteration.number
         can_read = not isinstance(self.scaler, EngineScaler)
         may_read = can_read and (self.forensics or is_watched)
@@ -395,8 +385,7 @@ class EagerObserver(StepSource):
 
     def _endings(self) -> list[Callable[[], None]]:
         """What removes each kind of hook."""
-        own = [self._watch.stop, self._cut_off.stop, self._hooks.remove]
-        own += [] if self._repeated is None else [self._repeated.stop]
+        own = [self._watch.stop, self._cut_off.stop, self._hooks.remove, self._looks.stop]
         return own + ([] if self._graphs is None else [self._graphs.stop])
 
     def break_off(self) -> None:
@@ -412,8 +401,6 @@ class EagerObserver(StepSource):
         """End the latest iteration."""
         self._hooks.remove()
         self._iterations.note_missed()
-        if self._shared is not None:
-            self._shared.end()
         iteration = self._iterations.latest
         if iteration.optimizers:  # none, if a script leaves out the step
             self.parameters.optimizers = list(iteration.optimizers.values())
@@ -442,9 +429,10 @@ class EagerObserver(StepSource):
 
         ``scaled_by`` is the scale that they are still multiplied by; None if they are unscaled.
         """
-        measured, named = self._iterations.latest.measured, self._named(optimizer)
+        iteration = self._iterations.latest
+        named = {} if id(optimizer) in iteration.measured else self._named(optimizer)
         gradients = _gradients_of(named)
-        if id(optimizer) in measured or not gradients:
+        if not gradients:
             return
         known = None
         if not any(hasattr(gradient, "to_local") for gradient in gradients.values()):
@@ -454,13 +442,12 @@ class EagerObserver(StepSource):
         scale = float(self._observed.state.scale if scaled_by is None else scaled_by)
         found = measure(gradients, self.dtype, scale, is_scaled, known)
         missing = tuple(name for name, p in named.items() if p.grad is None and _is_trained(p))
-        iteration = self._iterations.latest
-        iteration.seen = iteration.seen or self._held.at_sample(optimizer)
+        iteration.seen = iteration.seen or self._held.at_sample(optimizer, named)
         # The loss of a parameter that is not the model's may be scaled by another scaler.
         if self._sees_graph and iteration.losses and self._held.holds_any(optimizer):
             iteration.unscaled += iteration.scaled.unscaled(named)
-        unmoved = self.parameters.unmoved(optimizer, named, self._iterations.latest.number)
-        measured[id(optimizer)] = replace(found, missing=missing, unmoved=unmoved)
+        unmoved = self.parameters.unmoved(optimizer, named, iteration.number)
+        iteration.measured[id(optimizer)] = replace(found, missing=missing, unmoved=unmoved)
 
 
 def _gradients_of(named: dict[str, Tensor]) -> dict[str, Tensor]:

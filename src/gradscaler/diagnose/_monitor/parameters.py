@@ -111,7 +111,7 @@ class OptimizersParameters:
     def note_norms(self, optimizer: object) -> None:
         """Note the norms of an optimizer's parameters, once, before its first step."""
         if id(optimizer) not in self._norms:
-            self._norms[id(optimizer)] = self._norms_of(optimizer)
+            self._norms[id(optimizer)] = _norms_of(self.named(optimizer).values())
 
     def was_bad(self, name: str) -> bool:
         """Whether the parameter of a name was Inf or NaN before its optimizer's first step."""
@@ -124,30 +124,25 @@ class OptimizersParameters:
 
     def _growth(self) -> tuple[float, float] | None:
         """The norm of all parameters before the first step, and the norm now; None if unknown."""
-        now = [norm for optimizer in self.optimizers for norm in self._norms_of(optimizer)]
+        held = (self.named(optimizer).values() for optimizer in self.optimizers)
+        now = [norm for parameters in held for norm in _norms_of(parameters)]
         before = [self._norms.get(id(optimizer)) for optimizer in self.optimizers]
         if None in before or not now:
             return None
         first = [norm for norms in before for norm in norms or ()]
         return math.hypot(*map(float, first)), math.hypot(*map(float, now))
 
-    def growth_of_matrices(self, optimizer: object) -> tuple[float, float] | None:
+    def matrices_growth(self, optimizer: object, held: list[Tensor]) -> tuple[float, float] | None:
         """The norm of an optimizer's matrices before its first step, and now; None if unknown.
 
         Biases may stay large while a weight decay shrinks the rest.
         """
-        is_matrix = [p.ndim > 1 for p in self.named(optimizer).values()]
-        both = self._norms.get(id(optimizer), []), self._norms_of(optimizer)
+        is_matrix = [p.ndim > 1 for p in held]
+        both = self._norms.get(id(optimizer), []), _norms_of(held)
         if any(len(norms) != len(is_matrix) for norms in both):  # parameters were added
             return None
         first, now = (math.hypot(*map(float, compress(norms, is_matrix))) for norms in both)
         return (first, now) if math.isfinite(first) and math.isfinite(now) else None
-
-    def _norms_of(self, optimizer: object) -> list[Tensor]:
-        """The norm of each parameter, which may be on a device; empty if they cannot be taken."""
-        with suppress(Exception):
-            return [local(p).detach().norm() for p in self.named(optimizer).values()]
-        return []
 
     def lost_eps(self) -> float | None:
         """An optimizer's eps that is 0, also in its parameters' float16; None if there is none."""
@@ -197,6 +192,13 @@ class OptimizersParameters:
         return num_unmoved / num_seen if num_seen else None
 
 
+def _norms_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The norm of each parameter, which may be on a device; empty if they cannot be taken."""
+    with suppress(Exception):
+        return [local(p).detach().norm() for p in parameters]
+    return []
+
+
 def groups_of(optimizer: Any) -> Sequence[Mapping[str, Any]]:
     """An optimizer's groups of parameters; a Paddle optimizer may have none, and is one group."""
     groups = getattr(optimizer, "param_groups", None) or getattr(optimizer, "_param_groups", None)
@@ -208,6 +210,15 @@ def groups_of(optimizer: Any) -> Sequence[Mapping[str, Any]]:
 def held_by(optimizer: Any) -> Iterator[Any]:
     """The parameters of an optimizer, of all groups."""
     return (p for group in groups_of(optimizer) for p in group["params"])
+
+
+def any_gradient(optimizer: Any) -> bool:
+    """Whether a parameter of an optimizer has a gradient; each step asks, so no generator does."""
+    for group in groups_of(optimizer):
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                return True
+    return False
 
 
 def rates_of(optimizer: object) -> list[float]:

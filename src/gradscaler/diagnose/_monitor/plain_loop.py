@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from gradscaler.diagnose._gradients.arrays import has_numbers
 from gradscaler.diagnose._gradients.reading import Tensor
-from gradscaler.diagnose._graph.hooks import (
-    Handle,
-    remove_all,
-    remove_unless_stepping,
-    uncompiled,
-    weakly,
-)
+from gradscaler.diagnose._graph.hooks import StepHooks, weakly
 from gradscaler.diagnose._monitor import backward_calls
 from gradscaler.diagnose._monitor.by_identity import ByIdentity
 from gradscaler.diagnose._monitor.gradient_check import total_norm
@@ -65,10 +58,9 @@ class PlainLoop(backward_calls.BackwardListener):
         self._given = None if given is None else ByIdentity[None](given)
         self._model = model
         self._first = set() if model is None else {id(p) for p in model.parameters()}
-        self._is_own = ByIdentity[bool]()
+        self._is_own = ByIdentity[bool | None]()
         self._observer: BackwardObserver | None = None
-        self._handles: list[Handle] = []
-        weakref.finalize(self, remove_all, self._handles).atexit = False
+        self._hooks = StepHooks(self)
         self._stepping: list[int] = []  # ids of optimizers whose step is running, the inner last
         self._known = ByIdentity[None]()  # optimizers that have stepped
         self._stepped: set[int] = set()  # ids of those in this iteration
@@ -99,20 +91,13 @@ class PlainLoop(backward_calls.BackwardListener):
 
     def add_observer(self, observer: BackwardObserver) -> None:
         """Announce all calls to an observer from now on."""
-        from torch.optim.optimizer import (
-            register_optimizer_step_post_hook,
-            register_optimizer_step_pre_hook,
-        )
-
         self._observer = observer
-        before, after = uncompiled(weakly(self._before_step)), uncompiled(weakly(self._after_step))
-        self._handles.append(register_optimizer_step_pre_hook(before))
-        self._handles.append(register_optimizer_step_post_hook(after))
+        self._hooks.add(weakly(self._before_step), weakly(self._after_step))
         backward_calls.listen(self)
 
     def remove_observer(self, observer: BackwardObserver) -> None:
         """Announce nothing more."""
-        remove_unless_stepping(self._handles)
+        self._hooks.remove()
         backward_calls.ignore(self)
         self._observer = None
 
@@ -156,10 +141,11 @@ class PlainLoop(backward_calls.BackwardListener):
         outcome = self._observer.outcome_of(optimizer)
         self._observer.stepped(optimizer, outcome)
         if outcome.known_reason != "no_gradients":
-            self._known[optimizer] = None
+            if optimizer not in self._known:
+                self._known[optimizer] = None
             self._stepped.add(id(optimizer))
         is_over = self._has_known_all and bool(self._stepped)
-        if is_over and {id(each) for each in self._known} <= self._stepped:
+        if is_over and self._known.ids <= self._stepped:
             self._end()
 
     def _end(self) -> None:
@@ -172,8 +158,9 @@ class PlainLoop(backward_calls.BackwardListener):
     def _is_watched(self, optimizer: Optimizer) -> bool:
         if self._given is not None:
             return optimizer in self._given
-        if optimizer not in self._is_own:
+        is_own = self._is_own.get(optimizer, None)
+        if is_own is None:
             own = self._first.union(map(id, self._model.parameters()))  # layers may be replaced
-            held = held_by(optimizer)
-            self._is_own[optimizer] = any(id(p) in own and has_numbers(p) for p in held)
-        return self._is_own.get(optimizer, False)
+            is_own = any(id(p) in own and has_numbers(p) for p in held_by(optimizer))
+            self._is_own[optimizer] = is_own
+        return is_own

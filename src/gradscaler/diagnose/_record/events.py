@@ -24,7 +24,7 @@ class Event(Enum):
 
     # Calls of a scaler, and their order.
     UNSTEPPED = "unstepped", "iterations", "calls"  # update() came after unscale_(), with no step
-    LEFT_OUT = "left_out", "used_gradients", "calls"  # such a step's gradients were zeroed
+    LEFT_OUT = "left_out", "looks", "calls"  # such a step's gradients were zeroed
     # A step came after a step of another optimizer and an update(): UNSCALED if no loss was scaled.
     SWITCHED = "switched", "step_log", "calls evidence"
     UNSCALED = "unscaled", "step_log", "calls"
@@ -46,18 +46,16 @@ class Event(Enum):
     UNZEROED = "unzeroed", "iterations", "calls"
 
     # Optimizers and their settings.
-    # Inf or NaN: at a setting, as "lr of group 0".
-    NONFINITE = "nonfinite", "learning_rates", "optimizers"
+    NONFINITE = "nonfinite", "learning_rates", "optimizers"  # Inf or NaN, as "lr of group 0"
     UPHILL = "uphill", "learning_rates", "optimizers"  # a learning rate was negative
     STILL = "still", "learning_rates", "optimizers"  # all rates were 0: at what set them, once
     FADED = "faded", "learning_rates", "optimizers"  # all were below a millionth: likewise
-    # A resumed one's rate, as "1e-4 to 0.1".
-    RESCHEDULED = "rescheduled", "learning_rates", "optimizers"
+    RESCHEDULED = "rescheduled", "learning_rates", "optimizers"  # as "1e-4 to 0.1", if resumed
     # The rate that an optimizer was made with, as "lr=0.5 of SGD": its groups had that of another.
     IGNORED = "ignored", "learning_rates", "learning"
     RENEWED = "renewed", "observer", "optimizers"  # a step gave an optimizer its first state
     OVERWRITTEN = "overwritten", "iterations", "optimizers learning"  # weights, between two steps
-    SHARED = "shared", "observer", "optimizers"  # as LOSS: it stepped another's parameters
+    SHARED = "shared", "looks", "optimizers"  # as LOSS: it stepped another's parameters
     # No gradient in steps that follow others: at the number of the last, and why, if that is known.
     STOPPED = "stopped", "step_log", "optimizers"
     # A step left its weights as they were, which each one does: at "returned", "given", "zero" or
