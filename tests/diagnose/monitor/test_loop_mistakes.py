@@ -61,9 +61,9 @@ def has_scaler(request):
 # Two optimizers.
 
 
-def of_the_same_parameters(has_scaler):
+def of_the_same_parameters(has_scaler, order):
     loop = Loop(has_scaler, nn.Linear(4, 4))
-    both = sgd(loop.model), torch.optim.Adam(loop.model.parameters(), lr=1e-3)
+    both = sgd(loop.model), torch.optim.Adam(list(loop.model.parameters())[::order], lr=1e-3)
     for _ in range(60):
         loop.backward(loop.model(inputs()))
         loop.step(*both)
@@ -136,8 +136,9 @@ def around_another(has_scaler):
     return loop
 
 
-def test_two_optimizers_of_the_same_parameters_are_told(has_scaler):
-    said = of_the_same_parameters(has_scaler).verdict()
+@pytest.mark.parametrize("order", [1, -1])
+def test_two_optimizers_of_the_same_parameters_are_told(has_scaler, order):
+    said = of_the_same_parameters(has_scaler, order).verdict()
     assert "Two optimizers hold the same parameters" in said
     assert "Nothing needs fixing" not in said
 
