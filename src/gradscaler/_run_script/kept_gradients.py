@@ -41,10 +41,12 @@ class KeptGradients:
 
     def __init__(self) -> None:
         self._used: dict[int, _Used] = {}  # by the ids of optimizers
+        self._read: dict[int, Callable[[], Parameter]] = {}  # whose gradient is read, by the same
 
     def clear(self) -> None:
         """Forget all steps."""
         self._used.clear()
+        self._read.clear()
 
     def before_backward(self) -> None:
         """See which gradients are not zeroed before a backward pass."""
@@ -63,10 +65,15 @@ class KeptGradients:
 
     def note_step(self, optimizer: Optimizer, parameters: Iterable[Parameter]) -> None:
         """Note the gradients that a step has used."""
-        held = [each for each in parameters if each.grad is not None]
-        for each in sorted(held, key=lambda p: math.prod(shape_of(p)))[:1]:
-            if (found := _largest_of(each)) and math.isfinite(found):
-                self._used[id(optimizer)] = _Used(ref(each), found)
+        held, key = list(parameters), id(optimizer)
+        read = self._read.get(key, lambda: None)()
+        if read is None or read.grad is None or not any(each is read for each in held):
+            held = [each for each in held if each.grad is not None]
+            read = min(held, key=lambda p: math.prod(shape_of(p)), default=None)
+        if read is not None:
+            self._read[key] = ref(read)
+            if (found := _largest_of(read)) and math.isfinite(found):
+                self._used[key] = _Used(self._read[key], found)
 
 
 def _largest_of(parameter: Parameter | None) -> float:

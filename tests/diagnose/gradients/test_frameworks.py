@@ -85,6 +85,17 @@ def test_a_sum_of_squares_is_finite_only_if_each_number_is(dtype, bad):
     assert not are_finite([fine, make(np.float32([3, bad, 0]), dtype)])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 17, 1_000, 70_001])
+def test_a_sum_of_squares_shows_one_bad_number_wherever_it_is(dtype, size):
+    assert are_finite([make(np.zeros(size, np.float32), dtype)])
+    for place in {0, size // 2, size - 1}:
+        for bad in (math.inf, -math.inf, math.nan):
+            values = np.zeros(size, np.float32)
+            values[place] = bad
+            assert not are_finite([make(values, dtype)])
+
+
 def test_numbers_whose_squares_overflow_are_not_told_apart_from_an_inf():
     assert not are_finite([make(np.float32([1e30]), "float32")])
 

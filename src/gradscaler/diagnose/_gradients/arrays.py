@@ -9,8 +9,8 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
-from itertools import chain, count
+from functools import lru_cache, partial
+from itertools import count
 from numbers import Number
 from typing import Any
 
@@ -41,8 +41,9 @@ def named_arrays(gradients: object) -> dict[str, Array]:
     """
     found: dict[str, Array] = {}
     for name, array in _leaves("", gradients):
-        names = chain([name], (f"{name} ({number})" for number in count(2)))
-        found[next(name for name in names if name not in found)] = array
+        if name in found:
+            name = next(n for n in (f"{name} ({number})" for number in count(2)) if n not in found)
+        found[name] = array
     return found
 
 
@@ -53,7 +54,11 @@ def dtype_name(array: Array) -> str:
     'float16'
     """
     array = array.values if _is_rows(array) else array
-    dtype = array.dtype if hasattr(array, "dtype") else np.asarray(array).dtype
+    return _name_of(array.dtype if hasattr(array, "dtype") else np.asarray(array).dtype)
+
+
+@lru_cache(maxsize=None, typed=True)  # a dtype of another framework may be equal
+def _name_of(dtype: Any) -> str:
     # "float16", "torch.float16", "Float16" or "<dtype: 'float16'>"
     words: list[str] = re.findall(r"\w+", str(dtype))
     return words[-1].lower()
@@ -198,14 +203,20 @@ def _leaves(name: str, value: object) -> Iterator[tuple[str, Array]]:
         return
     if hasattr(value, "named_parameters"):
         value = {key: parameter.grad for key, parameter in value.named_parameters()}
-    if isinstance(value, Number) or hasattr(value, "dtype") or _is_rows(value):
-        if "float0" not in str(getattr(value, "dtype", "")):
+    if hasattr(value, "dtype") or isinstance(value, Number) or _is_rows(value):
+        if not _is_placeholder(getattr(value, "dtype", "")):
             yield name, value
         return
     for key, item in _items(name, value):
         if _OVERWRITTEN in (key, type(item).__name__):
             continue
         yield from _leaves(f"{name}.{key}" if name else str(key), item)
+
+
+@lru_cache(maxsize=None, typed=True)
+def _is_placeholder(dtype: Any) -> bool:
+    """Whether it is JAX's dtype of the gradient of an integer."""
+    return "float0" in str(dtype)
 
 
 def _items(name: str, value: Any) -> Iterable[tuple[Any, Any]]:

@@ -111,11 +111,15 @@ def are_finite(arrays: Iterable[Array]) -> bool:
 
 
 def _sum_of_squares(array: Array) -> float:
+    """The sum of squares, or its root, which is finite if that is."""
     paddle: Any = sys.modules.get("paddle")
     if paddle is not None and isinstance(array, paddle.Tensor) and array.is_dense():
         wide = array.detach()  # squares of float16 would overflow
         wide = wide if dtype_name(wide) == "float64" else wide.astype("float32")
         return float(paddle._C_ops.squared_l2_norm(wide).item())  # with no copy to the host
+    tensorplay: Any = sys.modules.get("tensorplay")
+    if tensorplay is not None and isinstance(array, tensorplay.Tensor):
+        return float(array.detach().norm().item())  # of a sparse one it raises an error
     values = to_numpy(array).ravel()
     if values.dtype != np.float64:
         values = values.astype(np.float32, copy=False)

@@ -125,7 +125,10 @@ def at_scale_1(scaler: Any) -> Any:
 
 def number_of(scalar: Scalar) -> float:
     """A scalar of any framework, or the mean of an array, as a Python number."""
-    return float(to_numpy(scalar).mean())
+    if isinstance(scalar, (bool, int, float)):
+        return float(scalar)
+    values = to_numpy(scalar)
+    return float(values.item() if values.size == 1 else values.mean())
 
 
 def _parts(scaler: object) -> Iterator[Any]:
