@@ -2,17 +2,19 @@
 
     python benchmarks/run_loops.py jax
 
-A measurement is a process, which trains a network of some milliseconds a step, without loss
-scaling, and times its steps. "ours" is with ``python -m gradscaler run``, and "native" is the same
-script by itself; a ratio of 1.02 is 2 % more time. The two take turns. The start of the process and
-two blocks, in which the step is compiled and the watch looks at more, are not timed. ``fit`` of
-Keras is also timed with a ``LossScaleOptimizer``, as the batch of each step is kept then.
+A measurement is a process, which trains a network of some milliseconds a step in each of a
+framework's loops, one after the other, and times their steps. "ours" is with ``python -m gradscaler
+run``, and "native" is the same script by itself; a ratio of 1.02 is 2 % more time. The two take
+turns. The start of the process, which takes most of the time, and two blocks of each loop, in which
+the step is compiled and the watch looks at more, are not timed. Only ``fit`` with a
+``LossScaleOptimizer`` scales its loss, as the batch of each step is kept then.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import statistics
 import subprocess
@@ -26,8 +28,8 @@ from typing import Any
 import numpy as np
 import paired
 
-BLOCKS, STEPS = 6, 50  # the time of a step is that of the median block
-MOST_PROCESSES = 6  # of each loop and rival: most of the time is their start
+BLOCKS, STEPS = 3, 50  # the time of a step is that of the median block
+MOST_PROCESSES = 6  # of each rival: most of the time is their start
 WIDTH, LAYERS, BATCH = 512, 6, 64  # a step of about 5 ms on two cores
 INPUTS = np.random.default_rng(0).normal(size=(BATCH, WIDTH)).astype(np.float32)
 
@@ -173,8 +175,8 @@ LOOPS: dict[str, dict[str, Callable[[], Step]]] = {
 }
 
 
-def train(framework: str, loop: str) -> None:
-    """Train, and print the seconds of a step."""
+def time_of(framework: str, loop: str) -> float:
+    """The seconds of a step of a loop."""
     step = LOOPS[framework][loop]()
     calls = 1 if loop.startswith("fit") else STEPS  # of which each has so many
 
@@ -186,41 +188,43 @@ def train(framework: str, loop: str) -> None:
 
     for _ in range(2):
         block()
-    print(statistics.median(block() for _ in range(BLOCKS)))
+    return statistics.median(block() for _ in range(BLOCKS))
 
 
-def seconds(framework: str, loop: str, *runner: str) -> float:
-    """The seconds of a step of a process."""
-    command = [sys.executable, *runner, __file__, framework, "--train", loop]
+def seconds(framework: str, *runner: str) -> list[float]:
+    """The seconds of a step of each loop, in a new process."""
+    command = [sys.executable, *runner, __file__, framework, "--train"]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    return float(done.stdout.split()[-1])
+    found: list[float] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
-def compare(framework: str, loop: str, repetitions: int, folder: str) -> paired.Comparison:
-    """Time a training by itself and under ``gradscaler run``."""
-    run = "-m", "gradscaler", "run", "-o", folder
-    both = [(seconds(framework, loop, *run), seconds(framework, loop)) for _ in range(repetitions)]
-    ours, native = zip(*both, strict=True)
-    return paired.Comparison(f"a step of {loop}, under gradscaler run", ours, native)
+def compare(framework: str, repetitions: int) -> list[paired.Comparison]:
+    """Time the loops of a framework by themselves and under ``gradscaler run``."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = "-m", "gradscaler", "run", "-o", folder
+        both = [(seconds(framework, *run), seconds(framework)) for _ in range(repetitions)]
+    watched, alone = (list(zip(*each, strict=True)) for each in zip(*both, strict=True))
+    return [
+        paired.Comparison(f"a step of {loop}, under gradscaler run", *times)
+        for loop, *times in zip(LOOPS[framework], watched, alone, strict=True)
+    ]
 
 
 def main() -> None:
     """Time every loop of a framework."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("framework", choices=LOOPS)
-    parser.add_argument("--train", metavar="LOOP", help=argparse.SUPPRESS)
+    parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     arguments = paired.parse(parser)
+    framework = arguments.framework
     if arguments.train:
-        train(arguments.framework, arguments.train)
+        print(json.dumps([time_of(framework, loop) for loop in LOOPS[framework]]))
         return
     arguments.repetitions = min(arguments.repetitions, MOST_PROCESSES)
-    given = arguments.framework, arguments.repetitions
-    with tempfile.TemporaryDirectory() as folder:
-        comparisons = [
-            compare(given[0], loop, given[1], folder) for loop in LOOPS[arguments.framework]
-        ]
-    package: Any = importlib.import_module(arguments.framework)
-    paired.report(arguments, {arguments.framework: package.__version__}, comparisons)
+    comparisons = compare(framework, arguments.repetitions)
+    package: Any = importlib.import_module(framework)
+    paired.report(arguments, {framework: package.__version__}, comparisons)
 
 
 if __name__ == "__main__":
