@@ -140,6 +140,27 @@ def test_numbers_whose_squares_leave_their_dtype_are_finite(tmp_path, dtype):
     assert "step 4 was applied" in watch.verdict.text
 
 
+@pytest.mark.parametrize("bad", ["first", "second", "vector"])
+def test_a_nan_is_seen_in_any_of_many_numbers(tmp_path, bad):
+    shapes = {"first": (1024, 700), "second": (1024, 700), "vector": (3,)}  # more than 2**20
+
+    def step(weights, added):
+        value = jax.value_and_grad(lambda w: sum(jnp.mean(each**2) for each in w.values()))
+        loss, gradients = value(weights)
+        moved = {n: w - 0.1 * gradients[n] for n, w in weights.items()}
+        return {n: w + by for (n, w), by in zip(moved.items(), added, strict=True)}, loss
+
+    with gradscaler.watch(tmp_path) as watch:
+        weights, take = {name: jnp.ones(shape) for name, shape in shapes.items()}, jax.jit(step)
+        for number in range(1, 4):
+            added = [jnp.nan if number == 3 and name == bad else 0.0 for name in shapes]
+            weights, _ = take(weights, added)
+            assert (watch.verdict.kind == "normal") == (number < 3)
+    (file,) = tmp_path.iterdir()
+    (line,) = read_run(file).bad_steps
+    assert (line.step, [each.name for each in line.nonfinite]) == (3, [f"weights['{bad}']"])
+
+
 SCALERS = {
     "flax": lambda scale: flax.training.dynamic_scale.DynamicScale(scale=scale),
     "jmp": lambda scale: jmp.DynamicLossScale(jnp.float32(scale)),

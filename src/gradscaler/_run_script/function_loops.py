@@ -32,6 +32,8 @@ from gradscaler.diagnose._monitor.replay import MOST_IN_VAIN, located_in
 from gradscaler.diagnose._monitor.traced_scalers import at_scale_1, is_of_jax
 from gradscaler.diagnose._record.thresholds import FEW_CALLS, LATE
 
+_MANY = 2**20  # numbers; to read as many takes a quarter of a millisecond, ten times a call of JAX
+
 Array = Any
 Function = Callable[..., Any]
 
@@ -214,9 +216,10 @@ class FunctionLoops:
         loop.unmoved = self._unmoved(watched, before, places) or "zero" * is_zero
         if places.kept and is_there and not (nonfinite or is_left_out):
             self._see_still(watched, loop, again, args, is_still=is_still)
-        states = watched.states_in(before, leaves)
+        states = watched.states_in(before, [leaves[at] for at in places.numbers])
         others = [made[at] for path, at in places.others if path not in states]
-        loss = self._loss_in(leaves, others, nonfinite, watched.of is watched.function)
+        named = [leaves[at][1] for at in places.losses]
+        loss = _loss_in(named, others, nonfinite, watched.of is watched.function)
         if nonfinite and not bad and _has_scaler(given) and self._is_of_scale(watched, again, args):
             is_left_out, loss = True, None
         loop.is_unchanged = bool(nonfinite) and is_same
@@ -232,16 +235,21 @@ class FunctionLoops:
         """Whether each array is finite, all pairs of each group are equal, and gradients are 0.
 
         It is one program and one answer, as an array of JAX gives its numbers one by one, each by
-        a program of its own. Where that is in doubt, a second one reads more.
+        a program of its own; or two programs on a CPU, for many numbers, as one runs on one core.
+        Where that is in doubt, another one reads more.
         """
         witnesses = [
             each[at] if each else None for each, at in zip(groups, places.witnesses, strict=True)
         ]
         look = self._look if places.are_on_one else self._look_exactly
-        (is_same, is_still), finite, zero = _parts(look(leaves, witnesses))
+        parts = [[leaves[at] for at in part] for part in places.parts]
+        first, *rest = parts
+        looked = [look(first, witnesses), *(look(each, [None, None]) for each in rest)]
+        (is_same, is_still), finite, zero = _parts(looked, places.parts)
         is_zero = bool(places.gradients) and all(zero[at] for at in places.gradients)
         if (is_zero or not all(finite)) and places.are_on_one:  # or a sum of squares was Inf, or 0
-            _, finite, zero = _parts(self._look_exactly(leaves, [None, None]))
+            every = [self._look_exactly(leaves, [None, None])]
+            _, finite, zero = _parts(every, [range(len(leaves))])
             is_zero = is_zero and all(zero[at] for at in places.gradients)
         is_still = is_still and self._are_all_same(groups, places, 1)
         is_same = is_same and self._are_all_same(groups, places, 0)
@@ -362,6 +370,9 @@ class FunctionLoops:
             self._returns_given(watched, args, kwargs, results, changed),
             [] if len(weights) != len(new) else list(zip(weights, new, strict=True)),
             [number for number, (_, at) in enumerate(floating) if at in new],
+            numbers := [n for n, (_, at) in enumerate(floating) if not paths[at][1].ndim],
+            [n for n in numbers if "loss" in self._jax.tree_util.keystr(floating[n][0]).lower()],
+            _divided([paths[at][1] for _, at in floating]),
         )
 
     def _weights_in(self, watched: _Watched, values: Any) -> list[int]:
@@ -445,21 +456,6 @@ class FunctionLoops:
 
         return update_wrapper(with_gradients, step, updated=())
 
-    def _loss_in(
-        self, leaves: list[tuple[Any, Array]], others: list[Array], bad: list[Array], is_first: bool
-    ) -> Array | None:
-        """The number that is named a loss, else the only one among others; None if none is.
-
-        Of several without such a name, one may be a metric. The first is taken if it is known to
-        be the loss, and else one that is not finite.
-        """
-        keystr = self._jax.tree_util.keystr
-        named = [leaf for path, leaf in leaves if "loss" in keystr(path).lower() and not leaf.ndim]
-        numbers = named or [leaf for leaf in others if not leaf.ndim]
-        if named or is_first or len(numbers) == 1:
-            return next(iter(numbers), None)
-        return next((leaf for leaf in numbers if any(leaf is each for each in bad)), None)
-
     def _named(
         self, leaves: list[tuple[Any, Array]], watched: _Watched, args: Any, results: Any
     ) -> dict[str, Array]:
@@ -493,6 +489,9 @@ class _Places:
         returns_given: whether it is so by its program that a step returns its own weights.
         kept: the places of these, and of the results that are weights.
         gradients: which of those in `floating` these are, which may be gradients.
+        numbers: which of those in `floating` are single numbers.
+        losses: which of these are named a loss.
+        parts: those in `floating` by the programs that look at them.
         witnesses: which pair of those a step has changed, as the next one most likely does; first
             of `changed`, then of `kept`.
     """
@@ -505,6 +504,9 @@ class _Places:
     returns_given: bool
     kept: list[tuple[int, int]]
     gradients: list[int]
+    numbers: list[int]
+    losses: list[int]
+    parts: list[list[int]]
     witnesses: list[int] = field(default_factory=lambda: [0, 0])
 
 
@@ -553,16 +555,16 @@ class _Watched:
         self._states: set[Any] = set()
         self.key: object = getattr(inspect.unwrap(of), "__code__", of) if grad else self
 
-    def states_in(self, given: list[Any], leaves: list[tuple[Any, Array]]) -> set[Any]:
+    def states_in(self, given: list[Any], numbers: list[tuple[Any, Array]]) -> set[Any]:
         """The paths of numbers in the results that are given to the next call, as a loss scale is.
 
         Those of the first results are not known yet, so all of them may be, if it was given one.
         """
-        before, self._numbers = self._numbers, {path: x for path, x in leaves if not x.ndim}
-        numbers = [each for each in given if _is_floating(each) and not each.ndim]
+        before, self._numbers = self._numbers, dict(numbers)
+        without_axes = (each for each in given if not getattr(each, "ndim", 1))
+        ids = {id(each) for each in without_axes if _is_floating(each)}
         if before is None:
-            return set(self._numbers) if numbers else set()
-        ids = set(map(id, numbers))
+            return set(self._numbers) if ids else set()
         self._states |= {path for path, number in before.items() if id(number) in ids}
         return self._states
 
@@ -640,6 +642,20 @@ def _is_array(leaf: Any) -> bool:
     return _is_floating(leaf) and bool(leaf.ndim)
 
 
+def _loss_in(
+    named: list[Array], others: list[Array], bad: list[Array], is_first: bool
+) -> Array | None:
+    """The number that is named a loss, else the only one among others; None if none is.
+
+    Of several without such a name, one may be a metric. The first is taken if it is known to be
+    the loss, and else one that is not finite.
+    """
+    numbers = named or [leaf for leaf in others if not leaf.ndim]
+    if named or is_first or len(numbers) == 1:
+        return next(iter(numbers), None)
+    return next((leaf for leaf in numbers if any(leaf is each for each in bad)), None)
+
+
 def _items(results: Any) -> Sequence[Any]:
     """The results of a function, which may be one; a named tuple is one."""
     return results if type(results) in (tuple, list) else [results]
@@ -659,11 +675,35 @@ def _look(part: Function, leaves: list[Array], pairs: list[tuple[Array, Array] |
     return numpy.stack([*same, *finite, *((each == 0).all() for each in parts)])
 
 
-def _parts(looked: Array) -> tuple[list[bool], list[bool], list[bool]]:
-    """What `_look` tells of two pairs, and of arrays."""
-    flags = np.asarray(looked).tolist()
-    middle = len(flags) // 2 + 1
-    return flags[:2], flags[2:middle], flags[middle:]
+def _parts(
+    looked: list[Array], places: Sequence[Sequence[int]]
+) -> tuple[list[bool], list[bool], list[bool]]:
+    """What calls of `_look` tell of two pairs, and of arrays at these places, of which each is."""
+    told = [np.asarray(each).tolist() for each in looked]
+    finite = [True] * sum(map(len, places))
+    zero = finite.copy()
+    for flags, of in zip(told, places, strict=True):
+        for number, at in enumerate(of, 2):
+            finite[at], zero[at] = flags[number], flags[number + len(of)]
+    return told[0][:2], finite, zero
+
+
+def _divided(leaves: Sequence[Array]) -> list[list[int]]:
+    """The places of arrays in one part, or in two of about as many numbers if there are many.
+
+    Two programs are begun for two parts, which pays if both cores of a CPU have much to read.
+    """
+    places = list(range(len(leaves)))
+    devices = {device for each in leaves for device in getattr(each, "devices", set)()}
+    is_on_cpu = len(devices) == 1 and devices.pop().platform == "cpu"
+    if not is_on_cpu or sum(each.size for each in leaves) < _MANY:
+        return [places]
+    parts, sizes = [list[int](), list[int]()], [0, 0]
+    for at in sorted(places, key=lambda at: -leaves[at].size):
+        less = sizes.index(min(sizes))
+        parts[less].append(at)
+        sizes[less] += leaves[at].size
+    return parts if all(parts) else [places]
 
 
 def _sum_of_squares(array: Array) -> Any:
