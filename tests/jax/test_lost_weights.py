@@ -1,6 +1,7 @@
 """Loops of JAX that lose their new weights under ``gradscaler run``, and healthy ones."""
 
 from dataclasses import dataclass
+from unittest import mock
 
 import flax.training.train_state
 import jax
@@ -9,6 +10,7 @@ import optax
 import pytest
 
 import gradscaler
+from gradscaler._run_script.voice import voice
 from gradscaler.diagnose import read_run
 
 STEPS = 12
@@ -323,3 +325,132 @@ def test_a_loop_that_gives_the_same_weights_on_purpose_raises_no_alarm(tmp_path,
     runs = [read_run(file) for file in tmp_path.iterdir()]
     assert {run.num_steps for run in runs} <= {STEPS, 2 * STEPS}
     assert {run.verdict.kind for run in runs} == {"normal"}
+
+
+RATES = {
+    "a schedule": lambda: optax.adam(optax.constant_schedule(0.0)),
+    "a factor": lambda: optax.chain(optax.scale_by_adam(), optax.scale(0.0)),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_a_rate_that_is_0_throughout_is_told(tmp_path, name):
+    with gradscaler.watch(tmp_path) as watch:
+        trained_until(RATES[name](), 3 * STEPS)
+    assert watch.verdict.kind == "misuse"
+    told = f"The weights have not changed in any of {3 * STEPS} steps, though gradients are not 0"
+    assert watch.verdict.text.startswith(told)
+
+
+def train_step(by):
+    @jax.jit
+    def step(params, state, x):
+        loss, gradients = jax.value_and_grad(loss_of)(params, x)
+        updates, state = by.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step
+
+
+@pytest.mark.parametrize("is_state_kept", [True, False])
+def test_new_weights_that_are_not_assigned_are_told(tmp_path, is_state_kept):
+    with gradscaler.watch(tmp_path) as watch:
+        loop = Loop(optax.adam(0.1))
+        step, state = train_step(loop.by), loop.state
+        for number in range(3 * STEPS):
+            _, made, _ = step(loop.params, state, INPUTS + number)
+            state = made if is_state_kept else state
+    assert watch.verdict.kind == "misuse"
+    assert "though the step returned new ones, which nothing took" in watch.verdict.text
+
+
+def test_donated_weights_that_are_not_assigned_are_told_where_the_script_fails(tmp_path):
+    with gradscaler.watch(tmp_path), mock.patch.object(voice, "note") as note:
+        loop = Loop(optax.adam(0.1))
+        step = jax.jit(lambda *args: train_step(loop.by)(*args), donate_argnums=(0, 1))
+        step(loop.params, loop.state, INPUTS)
+        with pytest.raises((RuntimeError, ValueError), match="deleted or donated"):
+            step(loop.params, loop.state, INPUTS)
+    assert "arrays that an earlier call has used up, as they are donated" in note.call_args[0][0]
+
+
+def several_tasks_from_the_same_weights():
+    """What their steps return is kept, and added up for the next weights."""
+    loop = Loop(optax.sgd(0.1))
+    step = train_step(loop.by)
+    for _ in range(2):
+        made = [step(loop.params, loop.state, INPUTS + task)[0] for task in range(3 * STEPS)]
+        mean = jax.tree.map(lambda *own: sum(own) / len(own), *made)
+        loop.params = jax.tree.map(lambda old, new: old + 0.5 * (new - old), loop.params, mean)
+
+
+def what_the_next_function_takes():
+    loop = Loop(optax.sgd(0.1))
+    step, evaluate = train_step(loop.by), jax.jit(lambda *args: loss_of(*args))
+    for rate in range(3 * STEPS):
+        evaluate(step(loop.params, loop.state, INPUTS * rate)[0], INPUTS)
+
+
+@pytest.mark.parametrize("factor", [1.3, 10.0])
+def test_a_search_for_a_rate_raises_no_alarm(tmp_path, factor):
+    """It looks at the loss of what each rate makes of the same weights; no function takes these."""
+    with gradscaler.watch(tmp_path) as watch:
+        loop = Loop(optax.sgd(1e-4))
+        for number in range(STEPS):
+            rate = optax.sgd(1e-4 * factor**number)
+            _, gradients = loop.take(loop.params, INPUTS)
+            updates, _ = rate.update(gradients, rate.init(loop.params))
+            loss_of(optax.apply_updates(loop.params, updates), INPUTS)
+    assert watch.verdict.kind == "normal"
+
+
+def test_a_warm_up_whose_weights_are_lost_is_told(tmp_path):
+    with gradscaler.watch(tmp_path) as watch:
+        loop = Loop(optax.sgd(optax.linear_schedule(0.0, 0.1, 100)))
+        for _ in range(STEPS):
+            optax.apply_updates(loop.params, loop.update())
+    assert watch.verdict.kind == "misuse"
+
+
+@pytest.mark.parametrize(
+    "train", [several_tasks_from_the_same_weights, what_the_next_function_takes]
+)
+def test_new_weights_that_are_used_elsewhere_raise_no_alarm(tmp_path, train):
+    with gradscaler.watch(tmp_path):
+        train()
+    assert {read_run(file).verdict.kind for file in tmp_path.iterdir()} == {"normal"}
+
+
+@pytest.mark.parametrize(("loss", "told"), [(units_that_are_off, ZERO), (targets_alone, APART)])
+def test_gradients_of_exactly_0_in_a_scan_are_told(tmp_path, loss, told):
+    by = optax.adam(0.1)
+
+    def step(carried, x):
+        params, state = carried
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        updates, state = by.update(gradients, state, params)
+        return (optax.apply_updates(params, updates), state), value
+
+    with gradscaler.watch(tmp_path) as watch:
+        epoch = jax.jit(lambda *carried: jax.lax.scan(step, carried, jnp.stack([INPUTS] * 8)))
+        loop = Loop(by)
+        for _ in range(STEPS):
+            (loop.params, loop.state), _ = epoch(loop.params, loop.state)
+    assert watch.verdict.kind == "misuse"
+    assert told in watch.verdict.text
+
+
+def test_weights_that_a_scan_moves_raise_no_alarm(tmp_path):
+    by = optax.adam(0.1)
+
+    def step(carried, x):
+        params, state = carried
+        updates, state = by.update(jax.grad(loss_of)(params, x), state, params)
+        return (optax.apply_updates(params, updates), state), loss_of(params, x)
+
+    with gradscaler.watch(tmp_path) as watch:
+        epoch = jax.jit(lambda *carried: jax.lax.scan(step, carried, jnp.stack([INPUTS] * 8)))
+        loop = Loop(by)
+        for _ in range(STEPS):
+            (loop.params, loop.state), _ = epoch(loop.params, loop.state)
+    assert watch.verdict.kind == "normal"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial, update_wrapper
 from types import MethodType
 from typing import Any, ClassVar
+from weakref import ref
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from gradscaler._run_script.after_import import after_import
 from gradscaler._run_script.given_weights import GivenWeights
 from gradscaler._run_script.runs import Runs
 from gradscaler._run_script.undo import replace
+from gradscaler._run_script.voice import voice
 from gradscaler._run_script.watched_run import WatchedRun
 from gradscaler.diagnose import Located
 from gradscaler.diagnose._graph.call_site import is_of_user
@@ -36,6 +39,8 @@ _MANY = 2**20  # numbers; to read as many takes a quarter of a millisecond, ten 
 
 Array = Any
 Function = Callable[..., Any]
+
+_ACCUMULATING = "MultiStepsState", "ApplyEveryState"  # of optax
 
 
 class FunctionLoops:
@@ -62,7 +67,9 @@ class FunctionLoops:
         self._num_steps: Counter[object] = Counter()  # by the key of a run
         self._loops: dict[object, Unscaled] = {}  # what a run was given as its scaler, by the same
         self._weights: dict[object, GivenWeights] = {}  # by the same
+        self._training: dict[object, int] = {}  # how surely it trains, by the same
         self._taken: list[Any] | None = None  # results with gradients, of a step that is run again
+        self._most_taken = math.inf  # of these, before it ends
         jit = self._jax.jit
         self._look = jit(partial(_look, _sum_of_squares))
         self._look_exactly, self._are_same = jit(partial(_look, _itself)), jit(_are_same)
@@ -70,6 +77,7 @@ class FunctionLoops:
     def start(self) -> None:
         """Watch this process from now on."""
         FunctionLoops.latest = self
+        self._runs.before_end = self._set_aside
         self._watch(self._jax, "jit", "grad", "value_and_grad")
         nnx = "flax.nnx"
         after_import(nnx, lambda: self._watch(sys.modules[nnx], "grad", "value_and_grad"))
@@ -83,19 +91,19 @@ class FunctionLoops:
         @in_place_of(apply)
         def seen(params: Any, updates: Any, *args: Any, **kwargs: Any) -> Any:
             made = apply(params, updates, *args, **kwargs)
-            see(params, made)
+            see(params, updates, made)
             return made
 
         replace(optax, "apply_updates", seen)
 
-    def _see_updated(self, weights: Any, made: Any) -> None:
+    def _see_updated(self, *updated: Any) -> None:
         for each in self._calling:
             each.has_update = True
         if self._calling or self._runs.is_off:
             return
-        leaves, new = map(self._jax.tree_util.tree_leaves, (weights, made))
+        leaves = [*map(self._jax.tree_util.tree_leaves, updated)]
         for given in self._weights.values():
-            given.see_updated(leaves, new)
+            given.see_updated(*leaves)
 
     def _watch(self, module: Any, *names: str) -> None:
         for name in names:
@@ -129,6 +137,10 @@ class FunctionLoops:
         self._calling.append(watched)
         try:
             results = watched.function(*args, **kwargs)
+        except Exception:
+            if is_outer:
+                self._see_donated(watched, (args, kwargs))
+            raise
         finally:
             self._calling.pop()
         if is_outer and watched.takes_gradient:
@@ -158,6 +170,8 @@ class FunctionLoops:
             self._calling.pop()
         if is_outer and watched.takes_gradient:  # those within are traced for it alone
             taken.append(results)
+            if len(taken) >= self._most_taken:
+                raise _EnoughError
         return results
 
     @guarded
@@ -168,6 +182,17 @@ class FunctionLoops:
         for weights in self._weights.values():
             weights.see_taken(leaves)
         return not any(isinstance(each, self._jax.core.Tracer) for each in leaves)
+
+    @guarded
+    def _see_donated(self, watched: _Watched, arguments: Any) -> None:
+        """Say why a call failed that was given arrays which an earlier call was donated."""
+        leaves = self._jax.tree_util.tree_leaves(arguments, watched.is_leaf)
+        if any(getattr(each, "is_deleted", bool)() for each in leaves):
+            voice.note(
+                f"{getattr(watched, '__name__', 'the function')}() was given arrays that an "
+                "earlier call has used up, as they are donated (donate_argnums). Assign what it "
+                "returns to the names that it is given."
+            )
 
     @guarded
     def _before(self, watched: _Watched, args: Any, kwargs: Any) -> Any:
@@ -186,8 +211,7 @@ class FunctionLoops:
         if self._runs.is_off:
             return
         if watched.key not in self._runs.open:
-            loop = self._loops[watched.key] = Unscaled("jax", is_before=False)
-            self._runs.begin(watched.key, loop, None)
+            self._begin(watched)
         if watched.key not in self._runs.open:
             return
         args, kwargs = given
@@ -197,6 +221,8 @@ class FunctionLoops:
         places = watched.places.get(key)
         if places is None:
             places = watched.places[key] = self._places(watched, args, kwargs, results)
+            watched.accumulates |= any(name in repr(flat[1]) for name in _ACCUMULATING)
+        self._see_training(watched, before, made, places)
         leaves = [(path, made[at]) for path, at in places.floating]
         is_there = not any(getattr(each, "is_deleted", bool)() for each in before)
         pairs = [(before[old], made[new]) for old, new in places.changed if is_there]
@@ -213,7 +239,10 @@ class FunctionLoops:
         is_left_out = is_same and self._is_left_out(watched, run, again, args)
         watched.has_moved |= bool(pairs) and not is_same
         loop = self._loops[watched.key]
+        loop.num_unmoved = 1
         loop.unmoved = self._unmoved(watched, before, places) or "zero" * is_zero
+        makes_new = watched.has_update and places.kept and not (is_there and is_still)
+        self._weights[watched.key].see_returned(made[places.kept[0][1]] if makes_new else None)
         if places.kept and is_there and not (nonfinite or is_left_out):
             self._see_still(watched, loop, again, args, is_still=is_still)
         states = watched.states_in(before, [leaves[at] for at in places.numbers])
@@ -228,6 +257,43 @@ class FunctionLoops:
             self._named(bad, watched, args, results) if bad and not is_left_out else {},
             (lambda: (again, *args)) if is_there and not is_left_out else None,
         )
+
+    def _begin(self, watched: _Watched) -> None:
+        """Begin the run of a function, which is not the latest before it is known to train."""
+        latest, loop = self._options.latest, Unscaled("jax", is_before=False)
+        self._loops[watched.key] = loop
+        self._runs.begin(watched.key, loop, None)
+        self._options.latest = latest
+
+    def _see_training(
+        self, watched: _Watched, before: list[Any], made: list[Any], places: _Places
+    ) -> None:
+        """See whether a function trains: 2 if it makes weights, 1 if it returns gradients, else 0.
+
+        An evaluation takes gradients, too: by its inputs, as for forces, or for a norm.
+        """
+        key, new = watched.key, watched.new and watched.new()
+        watched.new = ref(made[places.kept[0][1]]) if places.kept else None
+        weights = self._weights.get(key)
+        makes_new = watched.has_update
+        makes_new |= bool(places.gradients) and weights is not None and weights.are_updated
+        makes_new |= new is not None and any(before[old] is new for old, _ in places.kept)
+        known = self._training.get(key, -1)
+        self._training[key] = max(known, 2 if makes_new else bool(places.gradients))
+        if self._training[key] > known and self._training[key] == self._most:
+            self._options.latest = self._runs.open[key]
+
+    @property
+    def _most(self) -> int:
+        """How surely one of the functions trains that have an open run."""
+        return max((self._training.get(key, 0) for key in self._runs.open), default=0)
+
+    @guarded
+    def _set_aside(self) -> None:
+        """Let no run have a verdict that nothing is wrong where others alone train."""
+        most = self._most
+        for key, run in self._runs.open.items():
+            run.is_aside = self._training.get(key, 0) < most
 
     def _look_at(
         self, leaves: list[Array], groups: Sequence[list[tuple[Array, Array]]], places: _Places
@@ -282,10 +348,12 @@ class FunctionLoops:
         if count == enough and watched.num_looks:
             watched.num_looks -= 1
             watched.gradients = self._gradients_in(watched, step, args)
-        if watched.has_stepped:
+        is_at_rate_of_0 = watched.gradients == "some" and watched.has_update
+        if watched.has_stepped or (is_at_rate_of_0 and not watched.accumulates):
             loop.stood = f"{watched.still_since} {watched.gradients}".rstrip()
-        elif watched.gradients in ("apart", "zero"):
-            loop.unmoved = loop.unmoved or watched.gradients
+        elif watched.gradients in ("apart", "zero") and not loop.unmoved:
+            loop.unmoved = watched.gradients
+            loop.num_unmoved = count if count == enough else 1
 
     def _gradients_in(self, watched: _Watched, step: Function, args: Any) -> str:
         """The gradients of a step that is run again.
@@ -294,18 +362,27 @@ class FunctionLoops:
         if they are not known.
         """
 
-        def gradients(*args: Any) -> list[Array]:
-            _, taken = self._with_gradients(step)(*args)
+        def gradients(*args: Any, most: float = math.inf) -> list[Array]:
+            taken = self._taken_in(step, args, most)
             leaves = self._jax.tree_util.tree_leaves(taken)
             return [leaves[at] for at in self._weights_in(watched, taken)]
 
-        try:
-            found, depend = evaluate(gradients, *args)
-        except Exception:  # such as for gradients in a loop of JAX's, which are traced within it
-            return ""
-        if not found or any(np.asarray(each).any() for each in found):
-            return "some" if found else ""
-        return "zero" if depend else "apart"
+        def unrolled(*args: Any) -> list[Array]:
+            with self._jax.disable_jit():
+                return gradients(*args, most=FEW_CALLS)
+
+        for each in (gradients, unrolled):
+            try:
+                found, depend = evaluate(each, *args)
+            except (
+                Exception
+            ):  # such as for gradients in a loop of JAX's, which are traced within it
+                continue
+            if any(np.asarray(each).any() for each in found):
+                return "some"
+            if found:  # else JAX has kept what it traced of such a loop
+                return "zero" if depend else "apart"
+        return ""
 
     def _is_left_out(self, watched: _Watched, run: WatchedRun, step: Function, args: Any) -> bool:
         """Whether a step that changed no weights left them for an Inf or NaN; the run notes it.
@@ -337,10 +414,9 @@ class FunctionLoops:
 
     def _unmoved(self, watched: _Watched, given: list[Array], places: _Places) -> str:
         """Why a step leaves its weights as they were for all times; empty if it does not."""
-        if places.returns_given:
-            return "returned"
         weights = self._weights.setdefault(watched.key, GivenWeights())
-        return "given" * weights.are_again([given[at] for at in places.weights])
+        again = weights.are_again([given[at] for at in places.weights])
+        return "returned" if places.returns_given else again
 
     def _places(self, watched: _Watched, args: Any, kwargs: Any, results: Any) -> _Places:
         """Where the numbers of a step are, by the structure of its arguments and results.
@@ -444,6 +520,18 @@ class FunctionLoops:
             return None
         return None if found is None or found.dtype == "float16" else found
 
+    def _taken_in(self, step: Function, args: Any, most: float) -> list[Any]:
+        """The first of the results with gradients in a step."""
+        taken = self._taken = list[Any]()
+        self._most_taken = most
+        try:
+            step(*args)
+        except _EnoughError:
+            pass
+        finally:
+            self._taken, self._most_taken = None, math.inf
+        return taken
+
     def _with_gradients(self, step: Function) -> Function:
         """A step that returns, beside its results, those of each gradient that is taken in it."""
 
@@ -514,6 +602,10 @@ def _watched(function: Function, of: Function, argnums: Any) -> _Watched | None:
     return _Watched(function, of, argnums) if is_of_user(of) else None
 
 
+class _EnoughError(BaseException):
+    """Ends a step that is run again for its first gradients."""
+
+
 class _Watched:
     """A function of JAX's that passes each call on to another, and each attribute.
 
@@ -531,10 +623,12 @@ class _Watched:
         num_searches: how many more calls that leave them may be searched for one.
         has_stepped: whether a call has returned other weights than it got.
         still_since: the first of the latest calls that have not; 0 if the latest has.
+        accumulates: whether it is given a state in which optax adds up gradients.
         num_looks: how many more such calls may be run again.
         gradients: those of such a call, as `_gradients_in` tells them.
         is_leaf: what tells the leaves of its latest arguments; None if JAX does.
         places: where numbers are in its arguments and results, by the structure of these.
+        new: the first of its latest results that may be new weights, until it is freed.
     """
 
     def __init__(self, function: Function, of: Function, argnums: Any) -> None:
@@ -548,9 +642,11 @@ class _Watched:
         self.has_moved = self.leaves_out = False
         self.num_searches = MOST_IN_VAIN
         self.has_stepped, self.still_since, self.gradients = False, 0, ""
+        self.accumulates = False
         self.num_looks = 2  # one before a call has stepped, and one after
         self.is_leaf: Callable[[object], bool] | None = None
         self.places: dict[Any, _Places] = {}
+        self.new: Callable[[], Array | None] | None = None
         self._numbers: dict[Any, Array] | None = None  # of the latest results, by their paths
         self._states: set[Any] = set()
         self.key: object = getattr(inspect.unwrap(of), "__code__", of) if grad else self

@@ -63,6 +63,7 @@ class WatchedRun:
         self._lines_shown: set[str | None] = set()
         self.began = monotonic()
         self.lost_at: float | None = None  # when a failure that costs weights was told first
+        self.is_aside = False  # whether it trains nothing, beside others that do
         self.left = ""  # a variable that is not finite where the script has raised an error
         self.nan_left = ""  # a variable that the script's evaluation has left as NaN
         self._origin = ""  # what made a batch's numbers where no watch of this process can see it
@@ -258,6 +259,8 @@ class WatchedRun:
         if not history and verdict.kind == "normal":
             self._remove_file()
             conclude_without_step(self._options)
+        elif verdict.kind == "normal" and self.is_aside:
+            self._remove_file()
         elif verdict.kind == "normal" and self._options.has_failed:
             hint = _HINT.format(again) if self._proposes_watch and not self.left else ""
             voice.conclude(f"the script ended after step {steps}.{hint}", self._lines[0])

@@ -674,6 +674,10 @@ def of_optimizers():
         past = [1.0] * (first - 1) + [losses[n % len(losses)] for n in range(count + then)]
         return with_losses(past, events=Events().after(seen))
 
+    def still(count, steps):
+        seen = {"stood": count, "stood 1 some": count}
+        return with_losses([1.0] * steps, events=Events().after(seen))
+
     def stopped(place, **more):
         events = Events().after({"stopped": 3, f"stopped {place}": 3})
         return with_losses([1.0] * 9, **{"events": events, **more})
@@ -773,6 +777,18 @@ def of_optimizers():
             [replace(unmoved(5, 6, "zero"), past=(Step(6, 1.0, skipped=False, loss=0.0),))],
         ),
         ("0, as the loss does not depend on the weights, so", [unmoved(5, 6, "apart")], []),
+        (
+            "In 20 of 22 steps, the weights that are given are the same arrays as in the step "
+            "before, though the step returned new ones ... Assign what ... count=20",
+            [unmoved(20, 22, "dropped")],
+            [unmoved(19, 21, "dropped"), unmoved(20, 24, "dropped")],
+        ),
+        (
+            "The weights have not changed in any of 25 steps, though gradients are not 0. ... "
+            "optax.scale(0.) ... count=21",
+            [still(21, 25)],
+            [still(20, 24), still(21, 26)],
+        ),
         (
             "weights have not changed from step ... 21 on, in 20 of 40 steps, though gradients are "
             "not 0. ... decay_steps and transition_steps of optax count steps ... count=20",

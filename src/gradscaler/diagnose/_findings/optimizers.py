@@ -310,6 +310,12 @@ _UNMOVED = {  # where the new weights get lost, and what to do
         "Keep what it returns: params = optax.apply_updates(params, updates), and take the next "
         "gradient of these.",
     ),
+    "dropped": (
+        "the weights that are given are the same arrays as in the step before, though the step "
+        "returned new ones, which nothing took",
+        "Assign what the step returns to the names that it is given: params, opt_state, ... = "
+        "step(params, opt_state, ...).",
+    ),
     "zero": (
         "all gradients of the weights are exactly 0",
         "Look for what has no slope between the weights and the loss: units that are all off, a "
@@ -328,9 +334,10 @@ _UNMOVED = {  # where the new weights get lost, and what to do
 def unmoved(evidence: Evidence) -> Finding | None:
     """Steps that all leave the weights as they were, as the script loses the new ones."""
     count = evidence.events.count(Event.UNMOVED)
-    if count < max(FEW_CALLS, ALMOST_ALL * (evidence.steps - 1)):  # the first has none before it
-        return None
     where = evidence.events.place(Event.UNMOVED)
+    enough = LATE if where == "dropped" else FEW_CALLS  # several tasks may begin where others do
+    if count < max(enough, ALMOST_ALL * (evidence.steps - 1)):  # the first has none before it
+        return None
     if where == "zero" and evidence.past and evidence.past[-1].loss == 0:
         return None  # it may have nothing left to improve
     why, action = _UNMOVED[where]
@@ -369,7 +376,7 @@ def stayed(evidence: Evidence) -> Finding | None:
 
 @detector(Phase.MISUSE)
 def stood(evidence: Evidence) -> Finding | None:
-    """Weights that moved, and that all later steps return as they were, to the bit.
+    """Weights that all later steps, or all of them, return as they were, to the bit.
 
     Those that have converged do so, too: by a loss that is near 0, or the same one in each step.
     """
@@ -384,6 +391,14 @@ def stood(evidence: Evidence) -> Finding | None:
     losses = [step.loss for step in evidence.past if step.loss is not None]
     begin = abs(evidence.first.loss or 0.0) if evidence.first else 0.0
     # Less than half may be those of an accumulation, of which the last one moves the weights.
+    if first == 1 and count > max(LATE, evidence.steps - FEW_CALLS):  # the first are not searched
+        return Finding(
+            "misuse",
+            f"The weights have not changed in any of {evidence.steps} steps, though gradients are "
+            "not 0.",
+            _RATE_FROM_0,
+            count=count,
+        )
     if count < max(LATE, HALF * evidence.steps) or first + count <= evidence.steps:
         return None
     if not losses or abs(losses[-1]) < SOLVED * begin or len(set(losses[-LATE:])) < FEW_CALLS:
@@ -401,6 +416,10 @@ def stood(evidence: Evidence) -> Finding | None:
     )
 
 
+_RATE_FROM_0 = (
+    "Look at the learning rate: it may be 0 (optax.scale(0.), a schedule that begins at 0 and "
+    "counts steps), too small to move any weight, or a mask may leave all of them out."
+)
 _RATE_OF_0 = (
     "Look at the learning rate's schedule: it may have ended, as decay_steps and transition_steps "
     "of optax count steps, not epochs; or the rate is too small to move any weight."

@@ -29,8 +29,10 @@ class Unscaled:
             not known.
         policy: None.
         unmoved: why the step that is recorded next leaves its weights as they were, as each one
-            does: they are ``"returned"`` as they were, or ``"given"`` again, or their gradients
-            are all ``"zero"``, or depend on nothing (``"apart"``); empty if none is.
+            does: they are ``"returned"`` as they were, or ``"given"`` again, or new ones are
+            ``"dropped"``, or their gradients are all ``"zero"``, or depend on nothing
+            (``"apart"``); empty if none is.
+        num_unmoved: how many of the latest steps do so by then, as the first are not known to.
         stood: the first of the steps since which weights are returned as they were, to the bit, and
             the gradients of one of them: ``"zero"``, ``"apart"`` or ``"some"``, if they are known;
             empty if the step that is recorded next moved them, or none has.
@@ -42,6 +44,7 @@ class Unscaled:
     eps: float | None = None
     policy: None = None
     unmoved: str = ""
+    num_unmoved: int = 1
     stood: str = ""
     is_unchanged: bool = False
 
@@ -72,7 +75,8 @@ class RecordedLoop(Recorder):
                 return
             self._have_stepped.add(names)
         if why := self.scaler.unmoved:
-            self.events += [Counted(Event.UNMOVED), Counted(Event.UNMOVED, why)]
+            seen = [Counted(Event.UNMOVED), Counted(Event.UNMOVED, why)]
+            self.events += seen * self.scaler.num_unmoved
         if since := self.scaler.stood:
             self.events += [Counted(Event.STOOD), Counted(Event.STOOD, since)]
         self.events += [Counted(Event.UNCHANGED)] * self.scaler.is_unchanged

@@ -58,8 +58,8 @@ class Event(Enum):
     SHARED = "shared", "looks", "optimizers"  # as LOSS: it stepped another's parameters
     # No gradient in steps that follow others: at the number of the last, and why, if that is known.
     STOPPED = "stopped", "step_log", "optimizers"
-    # A step left its weights as they were, which each one does: at "returned", "given", "zero" or
-    # "apart".
+    # A step left its weights as they were, which each one does: at "returned", "given", "dropped",
+    # "zero" or "apart".
     UNMOVED = "unmoved", "recorded_loop", "optimizers"
     # It did since another one, as "16 some" of one whose gradients are not all 0.
     STOOD = "stood", "recorded_loop", "optimizers"
