@@ -201,3 +201,51 @@ def test_a_loss_with_swapped_arguments_is_told_if_it_fails(said):
     text = said(lambda: train(unnamed), step=2)
     assert "It is the logarithm of the labels" in text
     assert "clamp it" not in text
+
+
+def of_each_pair(y_true, y_pred):
+    import tensorflow as tf
+
+    return tf.reduce_mean((tf.reshape(y_true, [-1]) - y_pred) ** 2)
+
+
+def of_pairs(y_true, y_pred):
+    import tensorflow as tf
+
+    return tf.reduce_mean((tf.reshape(y_true, [-1]) - y_pred[:, 0]) ** 2)
+
+
+class Stepping(keras.Model):
+    """A model whose own step takes labels as they are."""
+
+    def __init__(self, takes_column):
+        super().__init__()
+        self.last, self.takes_column = layers.Dense(1), takes_column
+
+    def call(self, x):
+        return self.last(x)
+
+    def train_step(self, data):
+        import tensorflow as tf
+
+        x, y = data
+        with tf.GradientTape() as tape:
+            outputs = self(x, training=True)
+            loss = tf.reduce_mean(((outputs[:, 0] if self.takes_column else outputs) - y) ** 2)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="its graph shows the step")
+@pytest.mark.parametrize("is_mistake", [True, False])
+@pytest.mark.parametrize("is_own_step", [True, False])
+def test_a_broadcast_in_a_step_or_a_loss_function_is_named(said, is_own_step, is_mistake):
+    def train():
+        model = Stepping(takes_column=not is_mistake) if is_own_step else small()
+        model.compile("sgd", None if is_own_step else of_each_pair if is_mistake else of_pairs)
+        model.fit(INPUTS, TARGETS[:, 0], batch_size=8, epochs=2, verbose=0)
+
+    text = said(train)
+    assert ("compares each output with each label of the batch" in text) is is_mistake
+    assert ("test_fit_mistakes.py:" in text) is is_mistake

@@ -7,7 +7,7 @@ import pytest
 
 import gradscaler
 from gradscaler._run_script import tape_steps, voice
-from tests.support.keras_like import FRAMEWORK
+from tests.support.keras_like import FRAMEWORK, mirrored
 
 pytestmark = pytest.mark.skipif(FRAMEWORK != "tf_keras", reason="TensorFlow's own")
 
@@ -118,3 +118,76 @@ def test_operations_are_seen_no_more_after_a_step_that_may_be_the_only_one(said,
     said(train)
     assert (seen[0], execute.execute is before) == (False, True)
     assert seen[1] is (comes != "in a graph")
+
+
+@pytest.mark.parametrize("kind", ["mistake", "column", "nan"])
+def test_variables_that_a_compiled_function_changes_by_hand_are_steps(said, kind):
+    def train():
+        weights, bias = tf.Variable(tf.zeros((4, 1)), name="w"), tf.Variable(0.0, name="b")
+
+        @tf.function
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                y = y if kind == "mistake" else y[:, None]
+                loss = tf.reduce_mean((x @ weights + bias - y) ** 2)
+            gradients = tape.gradient(loss, [weights, bias])
+            for each, gradient in zip([weights, bias], gradients, strict=True):
+                each.assign_sub(0.1 * gradient)
+            return loss
+
+        for number in range(20):
+            targets = INPUTS[:, 0] * (np.nan if (kind, number) == ("nan", 12) else 1.0)
+            step(tf.constant(INPUTS), tf.constant(targets.astype("float32")))
+
+    text = said(train)
+    assert "after 20 steps" in text
+    assert ("compares each output with each target" in text) is (kind == "mistake")
+    assert ("makes [8, 8] of [8, 1]" in text) is (kind == "mistake")
+    assert ("The loss is itself nan, so step 13 was applied" in text) is (kind == "nan")
+
+
+def test_a_compiled_function_that_changes_nothing_makes_no_step(said):
+    def train():
+        variable = tf.Variable([1.0])
+
+        @tf.function
+        def norm():
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(variable**2)
+            return tf.norm(tape.gradient(loss, [variable])[0])
+
+        for _ in range(9):
+            norm()
+
+    assert "after" not in said(train)
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_steps_of_replicas_are_seen_or_said_to_be_unknown(said, is_compiled):
+    def train():
+        strategy = mirrored()
+        with strategy.scope():
+            model = tf_keras.Sequential([tf_keras.layers.Dense(1)])
+            model.build((None, 4))
+            optimizer = tf_keras.optimizers.SGD(0.01)
+            optimizer.build(model.trainable_variables)
+
+        def on_each(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.sqrt(tf.abs(model(x) - 1.0)))
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+            return loss
+
+        def step(x):
+            return strategy.reduce("mean", strategy.run(on_each, args=(x,)), axis=None)
+
+        run = tf.function(step) if is_compiled else step
+        for number in range(9):
+            run(tf.constant(INPUTS * np.float32(np.nan if number == 5 else 1.0)))
+
+    text = said(train)
+    assert ("The loss is itself nan, so step 6 was applied" in text) is is_compiled
+    assert ("of several replicas, losses and weights are watched" in text) is is_compiled
+    assert ("the steps of several replicas are not watched eagerly" in text) is not is_compiled
+    assert "train on one, with all of the batch" in text

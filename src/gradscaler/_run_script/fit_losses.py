@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from gradscaler._run_script.step_shapes import in_fit
 from gradscaler.diagnose._gradients.arrays import to_numpy
 from gradscaler.diagnose._graph.call_site import is_of_user, shown_line
 from gradscaler.diagnose._locate.unnoticed import unnoticed
@@ -53,8 +54,13 @@ def broadcast(model: Model, labels: tuple[int, ...] | None) -> str:
 
     Keras gives its own losses, and functions, outputs and labels of one shape. A class of the
     user's gets them as they are. It is called twice with four labels, which it should not tell
-    apart from a column of four.
+    apart from a column of four. On TensorFlow, the graph of the step shows it of any loss.
     """
+    if where := next((in_fit.get(each, "") for each in model.trainable_variables), ""):
+        return (
+            f"The loss compares each output with each label of the batch, not with its own: {where}"
+            ", by broadcasting. Unless all pairs are meant, give labels and outputs one shape."
+        )
     loss = getattr(model, "loss", None)
     outputs = getattr(model, "outputs", None) or []
     shape = tuple(outputs[0].shape) if len(outputs) == 1 else ()

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradscaler._run_script.runs import Runs
-from gradscaler._run_script.step_shapes import EarlyStep
+from gradscaler._run_script.step_shapes import EarlyStep, broadcast_in
 from gradscaler._run_script.tape_steps import (
+    Function,
     Loop,
     StepOperations,
     Tensor,
@@ -19,8 +23,9 @@ from gradscaler._run_script.tape_steps import (
     optimizers_stepped,
     tensorflow,
 )
-from gradscaler._run_script.traced_calls import is_looking
+from gradscaler._run_script.traced_calls import Call, do_nothing, is_looking, looking, loss_in
 from gradscaler._run_script.undo import replace
+from gradscaler.diagnose._graph.call_site import is_of_user
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.stand_ins import in_place_of
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
@@ -40,10 +45,37 @@ class _First(NamedTuple):
     early: EarlyStep
 
 
+@dataclass
+class _Compiled:
+    """A function of ``tf.function`` that takes a gradient by variables.
+
+    Attributes:
+        variables: these; none before it was traced, or if no gradient is taken in it.
+        broadcast: where its loss compares each output with each target; empty if nowhere.
+        value: of the smallest variable, before the call that runs.
+        first: the first call, whose step is recorded with the second.
+        num_unchanged: how many calls have left the variables as they were.
+        loop: its steps; None before a call has changed a variable.
+    """
+
+    variables: list[Variable] = field(default_factory=list)
+    broadcast: str = ""
+    value: NDArray[Any] | None = None
+    first: Call | None = None
+    num_unchanged: int = 0
+    loop: Loop | None = None
+
+    @property
+    def smallest(self) -> Variable:
+        """The variable of the fewest numbers."""
+        return min(self.variables, key=lambda each: each.shape.num_elements())
+
+
 class HandLoops:
     """Puts a monitor on variables that change between two gradients, though no optimizer steps.
 
-    A gradient by variables, which is taken eagerly, is a step then.
+    A gradient by variables, which is taken eagerly, is a step then. So is a call of a function of
+    ``tf.function`` that takes one, and changes them.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -53,6 +85,8 @@ class HandLoops:
         self._num_unchanged = 0  # gradients after which a variable was as before
         self._early: dict[int, EarlyStep] = {}
         self._num_noted: dict[int, int] = {}
+        self._functions = WeakKeyDictionary[Function, _Compiled]()
+        self._calling: _Compiled | None = None
 
     def start(self) -> None:
         """Watch this process from now on."""
@@ -67,15 +101,103 @@ class HandLoops:
             return made
 
         replace(tape, "gradient", seen)
+        self._see_calls()
+
+    def _see_calls(self) -> None:
+        """See the calls of functions that are compiled."""
+        function = type(tensorflow().function(do_nothing))
+        call = function.__call__
+        before, after = guarded(self._before_call), guarded(self._after_call)
+
+        @in_place_of(call)
+        def seen(own: Function, *args: Any, **kwargs: Any) -> Any:
+            if self._calling is not None or is_looking():
+                return call(own, *args, **kwargs)
+            called = self._calling = before(own, args, kwargs)
+            try:
+                results = call(own, *args, **kwargs)
+            finally:
+                self._calling = None
+            if called is not None:
+                after(called, Call(own, args, kwargs, results))
+            return results
+
+        replace(function, "__call__", seen)
+
+    def _before_call(self, function: Function, args: Any, kwargs: Any) -> _Compiled | None:
+        """What is known of a function of the user's that is called, and runs compiled."""
+        is_compiled = tensorflow().executing_eagerly()
+        is_compiled = is_compiled and not tensorflow().config.functions_run_eagerly()
+        if not is_compiled or optimizers_stepped or self._runs.is_off:
+            return None
+        if function not in self._functions:
+            if not is_of_user(function.python_function):
+                return None
+            self._functions[function] = _Compiled()
+        called = self._functions[function]
+        if called.num_unchanged > FEW_CALLS:
+            return None
+        if called.loop is None:
+            called.value = called.smallest.numpy().copy() if called.variables else None
+        elif called.loop.watch is not None and called.loop.watch.is_on:
+            call = Call(function, args, kwargs, None)
+            called.loop.watch.find((args, kwargs), partial(call.locate, called.loop))
+        return called
+
+    def _after_call(self, called: _Compiled, call: Call) -> None:
+        """Record a step of a function that has changed the variables of its gradient."""
+        if not called.variables or optimizers_stepped:
+            return
+        if called.loop is None:
+            if called.value is None:  # it was traced
+                called.first = call
+                return
+            if np.array_equal(called.smallest.numpy(), called.value):
+                called.num_unchanged += 1
+                return
+            called.loop = self._begin_compiled(called.variables)
+            first, called.first = called.first, None
+            if first is not None:
+                self._record_compiled(called, first, [])
+        with looking():
+            finite = called.loop.are_finite()
+        pairs = zip(called.variables, finite, strict=True)
+        self._record_compiled(called, call, [each for each, is_ok in pairs if not is_ok])
+
+    def _begin_compiled(self, variables: list[Variable]) -> Loop:
+        loop = Loop(None, variables, None, is_scaled=False, is_compiled=True)
+        if self._options.watch is not None:
+            loop.watch = StepOperations(TensorFlowSeam(*loop.shown, is_step=True))
+        key = id(variables[0])
+        self._runs.begin(key, Unscaled(_NAME, is_before=False), None, loop.watch)
+        loop.run = self._runs.open.get(key)
+        return loop
+
+    def _record_compiled(self, called: _Compiled, call: Call, bad: list[Variable]) -> None:
+        loop = called.loop
+        if loop is None or loop.run is None:
+            return
+        if called.broadcast and loop.num_noted < FEW_SAMPLES:
+            loop.num_noted += 1
+            loop.run.note_operations(called.broadcast, "")
+        names = _names_of(called.variables)
+        named = {id(each): name for each, name in zip(called.variables, names, strict=True)}
+        loop.run.record(loss_in(call.results), {named[id(each)]: each for each in bad})
+        loop.run.step_ended()
 
     def _see_gradient(self, target: Any, sources: Any, made: Any) -> None:
         if self._num_unchanged > FEW_CALLS or optimizers_stepped or self._runs.is_off:
             self._give_up()
             return
-        if not tensorflow().executing_eagerly() or not hasattr(target, "dtype"):
+        if not hasattr(target, "dtype"):
             return
         variables = tensorflow().nest.flatten(sources)
         if not variables or not all(hasattr(each, "assign") for each in variables):
+            return
+        if not tensorflow().executing_eagerly():
+            if self._calling is not None and hasattr(target, "op"):
+                self._calling.variables = variables
+                self._calling.broadcast = self._calling.broadcast or broadcast_in(target)
             return
         key = id(variables[0])
         names = _names_of(variables)
@@ -115,6 +237,7 @@ class HandLoops:
         for each in self._first.values():
             each.early.stop()
         self._first.clear()
+        self._functions.clear()
 
     def _begin(self, key: int, variables: list[Variable], names: list[str], first: _First) -> None:
         loop = Loop(None, variables, None, is_scaled=False, is_compiled=False)

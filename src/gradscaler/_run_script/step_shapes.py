@@ -6,12 +6,14 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from inspect import currentframe
+from itertools import takewhile
 from traceback import walk_stack
 from typing import Any
 
 from gradscaler._run_script.tape_steps import tensorflow
 from gradscaler._run_script.undo import on_stop
-from gradscaler.diagnose._graph.call_site import users_line
+from gradscaler.diagnose._graph.call_site import is_of_users_file, users_line
+from gradscaler.diagnose._monitor.by_identity import ByIdentity
 
 Tensor = Any
 Operation = Any
@@ -22,6 +24,9 @@ _RESHAPES = {"Reshape", "ExpandDims", "StridedSlice"}  # the code means a column
 _PASS_NONE = {"StopGradient": "stop_gradient", "Round": "round", "Rint": "rint", "Sign": "sign"}
 _PASS_NONE |= {"Floor": "floor", "Ceil": "ceil", "ArgMax": "argmax"}
 _MOST = 2_000  # operations of a loss, or of a step, that are looked at
+# Where a loss in a graph of `fit` compares each output with each target, by a variable that it
+# takes the gradient of.
+in_fit = ByIdentity[str]()
 
 
 def broadcast_in(loss: Tensor) -> str:
@@ -40,11 +45,22 @@ def broadcast_in(loss: Tensor) -> str:
         name = _DIFFERENCES.get(operation.type)
         if name is not None and len(inputs) == 2:
             given = [(list(each.shape or ()), each.op.type in _RESHAPES) for each in inputs]
-            if all(each.shape.rank is not None for each in inputs) and (sizes := _sizes(given)):
-                frames = [(each.filename, each.lineno) for each in operation.traceback]
-                return f"{name} at {users_line(reversed(frames))}{sizes}"
+            are_known = all(each.shape.rank is not None for each in inputs)
+            sizes = _sizes(given) if are_known else ""
+            if sizes and (line := _line_of(operation)):
+                return f"{name} at {line}{sizes}"
         waiting += [each.op for each in inputs]
     return ""
+
+
+def _line_of(operation: Operation) -> str | None:
+    """The user's line of an operation; None for one of Keras' own, which ``fit`` has called."""
+    frames = ((each.filename, each.lineno) for each in reversed(operation.traceback))
+    return users_line(takewhile(lambda each: not _is_trainer(each[0]), frames))
+
+
+def _is_trainer(file: str) -> bool:
+    return file.endswith(("trainer.py", "training.py")) and not is_of_users_file(file)
 
 
 def _sizes(given: Iterable[tuple[Sequence[int | None], bool]]) -> str:

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from gradscaler._run_script.after_init import after_init
 from gradscaler._run_script.runs import Runs
-from gradscaler._run_script.step_shapes import EarlyStep, broadcast_in
+from gradscaler._run_script.step_shapes import EarlyStep, broadcast_in, in_fit
 from gradscaler._run_script.tape_steps import (
     Divided,
     Function,
@@ -36,6 +36,7 @@ from gradscaler._run_script.traced_calls import (
     loss_in,
 )
 from gradscaler._run_script.undo import replace
+from gradscaler._run_script.voice import voice
 from gradscaler.diagnose._graph.call_site import is_of_user
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.places import in_memory
@@ -187,10 +188,13 @@ class TapeLoops:
         if not hasattr(first, "assign"):  # of an input, as for a penalty
             return
         if not _is_eager():
-            if self._calling is not None:
-                self._calling.takes_gradient = True
-                if not self._calling.broadcast and hasattr(target, "op"):
-                    self._calling.broadcast = broadcast_in(target)
+            called = self._calling
+            broadcast = broadcast_in(target) if hasattr(target, "op") else ""
+            if called is None:
+                in_fit[first] = broadcast
+            else:
+                called.takes_gradient = True
+                called.broadcast = called.broadcast or broadcast
         elif hasattr(target, "dtype"):
             self._early.see_gradient()
             self._losses[id(first)], self._latest = target, None
@@ -199,7 +203,7 @@ class TapeLoops:
         self._stepping += 1
         optimizers_stepped[:] = [None]
         is_inner = self._stepping > 1 or is_looking()
-        if is_inner or self._runs.is_off or _num_replicas() > 1:
+        if is_inner or self._runs.is_off or self._is_unseen(optimizer):
             return
         pairs = _pairs(optimizer, method, args, kwargs)
         scaled = {id(each) for each in self._undivided.pop(id(optimizer), [])}
@@ -208,6 +212,7 @@ class TapeLoops:
         if not _is_eager():
             if self._calling is not None:
                 self._calling.steps[id(optimizer)] = optimizer, trained
+                self._calling.has_replicas |= _num_replicas() > 1
             return
         loop = None
         if pairs and not self._is_in_fit():
@@ -228,6 +233,21 @@ class TapeLoops:
             self._scaled = partial(self._record, loop, loss, given, self._latest)
         else:
             self._record(loop, loss, gradients, self._latest)
+
+    def _is_unseen(self, optimizer: Optimizer) -> bool:
+        """Whether several replicas step in a way that is not watched, which is said once.
+
+        Eagerly, each of them steps in a thread of its own, and a scaler counts for all of them.
+        """
+        is_scaled = isinstance(optimizer, self._keras.mixed_precision.LossScaleOptimizer)
+        is_unseen = _num_replicas() > 1 and (_is_eager() or is_scaled)
+        if is_unseen and not self._options.is_watched:  # it is where fit trains
+            self._options.is_watched = True
+            voice.note(
+                "the steps of several replicas are not watched eagerly, or with a loss scaler. "
+                "To have them watched, train on one, with all of the batch."
+            )
+        return is_unseen
 
     def _after_step(self, optimizer: Optimizer) -> None:
         self._stepping -= 1
@@ -270,7 +290,9 @@ class TapeLoops:
             self._latest = call if called.takes_gradient else self._latest
         called.note_loop(call.function)
         for optimizer, variables in called.steps.values():
-            loop = self._loop_of(optimizer, variables, is_compiled=True)
+            loop = self._loop_of(
+                optimizer, variables, is_compiled=True, has_watch=not called.has_replicas
+            )
             if loop is None or loop.run is None:
                 continue
             loss = loss_in(call.results) if len(called.steps) == 1 else None
@@ -281,7 +303,8 @@ class TapeLoops:
                     finite = loop.are_finite()
                 pairs = zip(loop.variables, finite, strict=True)
                 bad = {loop.name_of(variable): variable for variable, is_ok in pairs if not is_ok}
-                self._record(loop, loss, bad, None if bad else call)  # its weights are lost
+                is_kept = not bad and not called.has_replicas  # else its weights are lost
+                self._record(loop, loss, bad, call if is_kept else None)
             loop.run.step_ended()
 
     def _record(
@@ -300,17 +323,25 @@ class TapeLoops:
         loop.run.record(loss, gradients, replay)
 
     def _loop_of(
-        self, optimizer: Optimizer, variables: Sequence[Variable], is_compiled: bool
+        self,
+        optimizer: Optimizer,
+        variables: Sequence[Variable],
+        is_compiled: bool,
+        has_watch: bool = True,
     ) -> Loop | None:
         """The loop of an optimizer, which begins with its first step; None if it has no run."""
         key = id(optimizer)
         if key not in self._loops or self._is_new:
-            self._begin(optimizer, variables, is_compiled)
+            self._begin(optimizer, variables, is_compiled, has_watch)
         loop = self._loops[key]
         return loop if loop.run is not None else None
 
     def _begin(
-        self, optimizer: Optimizer, variables: Sequence[Variable], is_compiled: bool
+        self,
+        optimizer: Optimizer,
+        variables: Sequence[Variable],
+        is_compiled: bool,
+        has_watch: bool,
     ) -> None:
         """Begin a run; those of optimizers that were made before the latest ones end."""
         if self._is_new:
@@ -320,13 +351,18 @@ class TapeLoops:
         is_scaled = isinstance(optimizer, self._keras.mixed_precision.LossScaleOptimizer)
         model = self._model_of(variables)
         loop = Loop(optimizer, variables, model, is_scaled, is_compiled)
-        if self._options.watch is not None:
+        if self._options.watch is not None and has_watch:
             loop.watch = StepOperations(TensorFlowSeam(*loop.shown, is_step=True))
         unscaled = Unscaled(self._name, not is_compiled, eps_of(optimizer))
         scaler = optimizer if is_scaled else unscaled
         # After a step that is compiled, the weights are no evidence of how it failed.
         known = model if is_scaled or not is_compiled else None
-        self._runs.begin(id(optimizer), scaler, known, loop.watch)
+        self._runs.begin(id(optimizer), scaler, known, loop.watch, has_watch)
+        if not has_watch:
+            voice.note(
+                "of several replicas, losses and weights are watched. To have an operation and its "
+                "line named, train on one, with all of the batch."
+            )
         loop.run = self._runs.open.get(id(optimizer))
         self._loops[id(optimizer)] = loop
 

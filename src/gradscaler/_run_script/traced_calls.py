@@ -40,12 +40,14 @@ class Traced:
         steps: the optimizers that step in it and their variables, by the optimizers' ids.
         takes_gradient: whether it takes a gradient by variables.
         broadcast: where its loss compares each output with each target; empty if nowhere.
+        has_replicas: whether several replicas step in it.
         before: how many steps each optimizer had taken before its second call.
     """
 
     steps: dict[int, tuple[Optimizer, list[Variable]]] = field(default_factory=dict)
     takes_gradient: bool = False
     broadcast: str = ""
+    has_replicas: bool = False
     before: list[int] | None = None
     _is_known: bool = False  # whether a call takes several steps
 
