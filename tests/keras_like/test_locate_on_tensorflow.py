@@ -251,3 +251,30 @@ def test_two_variables_that_are_alike_and_nan_are_compared_once(training):
     found = locate(model, lambda: tf.reduce_mean(model(INPUTS, training=training)))
     assert (found is None) == training
     assert training or found.bad_parameter.endswith((".moving_mean", ".moving_variance"))
+
+
+READS = {
+    "float": lambda x: float(tf.reduce_mean(x)),
+    "item": lambda x: tf.reduce_mean(x).numpy().item(),
+    "numpy": lambda x: x.numpy(),
+    "asarray": lambda x: np.asarray(x),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_number_that_numpy_has_read_is_followed(model, name):
+    def loss_of(y):
+        read = READS[name](tf.math.log(y * 0))
+        return tf.reduce_mean(y * tf.constant(read))
+
+    found = locate(model, lambda: loss_of(model(INPUTS)))
+    assert named(found) == ("forward", "log", line_of(loss_of))
+
+
+def test_numbers_that_no_operation_made_are_those_of_the_batch(model):
+    def loss_of(y):
+        tf.math.log(y * 0)
+        return tf.reduce_mean(y * tf.constant([np.inf, 1.0, np.nan, 2.0]))
+
+    found = locate(model, lambda: loss_of(model(INPUTS)))
+    assert (found.kind, found.operation) == ("input", "mul")

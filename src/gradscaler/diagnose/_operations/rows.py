@@ -453,6 +453,7 @@ OPERATIONS = (
 )
 
 _ROWS = {row.name: row for row in OPERATIONS}
+_ROWS["astype"] = _ROWS["to"]  # as Paddle's is shown
 _NAMES = {name: row.name for row in OPERATIONS for name in (row.name, *row.also)}
 
 

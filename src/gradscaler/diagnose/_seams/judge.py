@@ -161,6 +161,15 @@ class Judge:
                 return origin
         return None
 
+    def origin_of_values(self, values: NDArray[Any]) -> Located | None:
+        """Where an Inf or NaN began that NumPy has read from a tensor, or ``float()`` from one."""
+        if values.size == 1:
+            return self.origin_of_number(values.item())
+        for kept, origin in reversed(list(self._origins.values())):
+            if tuple(kept.shape) == values.shape and to_numpy(kept).tobytes() == values.tobytes():
+                return origin
+        return None
+
     def numbers_in(self, operands: Iterable[object], site: Site) -> list[NDArray[Any]]:
         """The numbers among an operation's operands that hold an Inf or NaN, as arrays of NumPy.
 

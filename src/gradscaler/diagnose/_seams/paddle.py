@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
 from gradscaler.diagnose._gradients.reading import Tensor
 from gradscaler.diagnose._graph.call_site import differentiated
 from gradscaler.diagnose._graph.guard import guarded
+from gradscaler.diagnose._operations.rows import canonical
+from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._seams.calls import Calls, Place, imported
 from gradscaler.diagnose._seams.eager import EagerSeam, Node
 
@@ -43,6 +46,13 @@ class PaddleSeam(EagerSeam):
     backward_passes = _BACKWARD
     hooks_any = False
     _is_in_hook = False
+
+    @property
+    def located(self) -> Located | None:
+        """The first Inf or NaN that reached a result; a cast has the name of Paddle's method."""
+        found = super().located
+        is_cast = found is not None and found.operation == canonical("astype")
+        return replace(found, operation="astype") if found and is_cast else found
 
     def stop(self) -> None:
         """See no more. What is called in a hook leaves the hooks until the seam is collected.

@@ -199,9 +199,13 @@ class TensorFlowSeam(JudgedSeam):
                 self._judge.add(self._owned[handle][0]._replace(tensor=output))
 
     def _add_copy(self, tensor: Tensor) -> None:
-        """Know a tensor that holds what a variable does: some operations read theirs unseen."""
+        """Know a tensor that holds what a variable does: some operations read theirs unseen.
+
+        So does one that was made of numbers which Python or NumPy has read.
+        """
         if tensor._id in self._makers or self._judge.origin_of(tensor) or not read(tensor).bad:
             return
+        self._judge.note(tensor, self._judge.origin_of_values(tensor.numpy()))
         for value, origin in self._written.values():
             if _is_same(value, tensor):
                 self._judge.note(tensor, origin)
