@@ -191,3 +191,20 @@ def test_steps_of_replicas_are_seen_or_said_to_be_unknown(said, is_compiled):
     assert ("of several replicas, losses and weights are watched" in text) is is_compiled
     assert ("the steps of several replicas are not watched eagerly" in text) is not is_compiled
     assert "train on one, with all of the batch" in text
+
+
+def test_an_error_in_a_compiled_function_names_no_frame_of_ours(said):
+    texts = []
+
+    def train():
+        @tf.function
+        def step(x):
+            return tf.reshape(x, (3, 5))
+
+        with pytest.raises(ValueError, match="reshape") as caught:
+            step(tf.constant(INPUTS))
+        texts.append(str(caught.value))
+
+    train()
+    said(train)
+    assert texts[0] == texts[1]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
+from traceback import FrameSummary
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -27,7 +29,7 @@ from gradscaler._run_script.traced_calls import Call, do_nothing, is_looking, lo
 from gradscaler._run_script.undo import replace
 from gradscaler.diagnose._graph.call_site import is_of_user
 from gradscaler.diagnose._graph.guard import guarded
-from gradscaler.diagnose._graph.stand_ins import in_place_of
+from gradscaler.diagnose._graph.stand_ins import FILE, in_place_of
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
 from gradscaler.diagnose._record.thresholds import FEW_CALLS, FEW_SAMPLES
 from gradscaler.diagnose._seams.tensorflow import TensorFlowSeam
@@ -102,6 +104,7 @@ class HandLoops:
 
         replace(tape, "gradient", seen)
         self._see_calls()
+        _leave_out_of_errors()
 
     def _see_calls(self) -> None:
         """See the calls of functions that are compiled."""
@@ -258,6 +261,17 @@ class HandLoops:
             run.note_operations(early.broadcast, early.passes_none if missing else "")
         self._num_noted[key] += 1
         run.record(loss, gradients)
+
+
+def _leave_out_of_errors() -> None:
+    """Leave our frames out of the text that AutoGraph gives an error in the user's code."""
+    errors: Any = import_module("tensorflow.python.autograph.pyct.error_utils")
+    translate = errors._stack_trace_inside_mapped_code
+
+    def translated(frames: Sequence[FrameSummary], *args: Any) -> Any:
+        return translate([each for each in frames if each.filename != FILE], *args)
+
+    replace(errors, "_stack_trace_inside_mapped_code", translated)
 
 
 def _names_of(variables: list[Variable]) -> list[str]:

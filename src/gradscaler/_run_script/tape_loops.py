@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from inspect import unwrap
-from traceback import FrameSummary, walk_stack
+from traceback import walk_stack
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -40,7 +40,7 @@ from gradscaler._run_script.voice import voice
 from gradscaler.diagnose._graph.call_site import is_of_user
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.places import in_memory
-from gradscaler.diagnose._graph.stand_ins import FILE, in_place_of
+from gradscaler.diagnose._graph.stand_ins import in_place_of
 from gradscaler.diagnose._monitor.parameters import eps_of
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
 from gradscaler.diagnose._monitor.traced_scalers import number_of, state_of
@@ -129,17 +129,6 @@ class TapeLoops:
 
         replace(tape, "gradient", seen_gradient)
         replace(function, "__call__", seen_call)
-        self._leave_out_of_errors()
-
-    def _leave_out_of_errors(self) -> None:
-        """Leave our frames out of the text that AutoGraph gives an error in the user's code."""
-        errors: Any = import_module("tensorflow.python.autograph.pyct.error_utils")
-        translate = errors._stack_trace_inside_mapped_code
-
-        def translated(frames: Sequence[FrameSummary], *args: Any) -> Any:
-            return translate([each for each in frames if each.filename != FILE], *args)
-
-        replace(errors, "_stack_trace_inside_mapped_code", translated)
 
     def _see_scaled_losses_of(self, kind: Any) -> None:
         scale, see = kind.get_scaled_loss, guarded(self._see_scaled_loss)
