@@ -1,5 +1,7 @@
 """Loops of TensorPlay under a watch: what is told of them, whose bits stay the same."""
 
+import pickle
+
 import numpy as np
 import pytest
 import tensorplay
@@ -36,7 +38,7 @@ def test_a_step_beside_that_of_the_scaler_is_told(make_scaler, scale, tmp_path):
         assert trained(make_scaler, True, scale) == native
     assert np.isfinite(np.frombuffer(native[0], "float32")).all() == (scale < 2**24)
     assert watch.verdict.kind == "misuse"
-    count = STEPS - (make_scaler is GradScaler)  # whose own steps come after its latest one
+    count = STEPS - 1  # as its own steps come after the scaler's latest one
     assert f"called {count} times beside step(optimizer) of the scaler" in watch.verdict.text
 
 
@@ -46,6 +48,63 @@ def test_a_loop_with_a_scaler_alone_is_no_mistake(make_scaler, scale, tmp_path):
     with gradscaler.watch(tmp_path) as watch:
         trained(make_scaler, False, scale)
     assert watch.verdict is None or "beside" not in watch.verdict.text
+
+
+def skipping(steps=24):
+    """The losses and scales of a training with TensorPlay's scaler; each third batch overflows."""
+    tensorplay.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = tensorplay.optim.Adam(model.parameters(), lr=1e-3)
+    scaler = tensorplay.amp.GradScaler("cpu", 2.0**8, growth_interval=2)
+    seen = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        norms = model(tensorplay.ones(2, 4) * float(step % 3 > 1)).sum() * 0.0
+        loss = model(tensorplay.ones(2, 4)).mean() + (norms / norms if step % 3 == 1 else norms)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((repr(loss.item()), scaler.get_scale(), scaler.state_dict()))
+    return str(seen), [each.detach().numpy().tobytes() for each in model.parameters()]
+
+
+def test_steps_that_tensorplay_s_scaler_skips_are_told(tmp_path):
+    expected = skipping()
+    with gradscaler.watch(tmp_path) as watch:
+        assert skipping() == expected
+    assert "8 of 24 steps were skipped" in watch.verdict.text
+
+
+def test_steps_beside_tensorplay_s_scaler_are_told(tmp_path):
+    tensorplay.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = tensorplay.optim.SGD(model.parameters(), lr=1e-6)
+    with gradscaler.watch(tmp_path) as watch:
+        scaler = tensorplay.amp.GradScaler("cpu")
+        for _ in range(20):
+            optimizer.zero_grad()
+            scaler.scale(model(tensorplay.ones(2, 4)).mean()).backward()
+            optimizer.step()
+    assert "no step(optimizer) of the scaler came" in watch.verdict.text
+
+
+def test_tensorplay_s_scaler_is_its_own_before_a_watch_and_after(tmp_path):
+    own, ours = tensorplay.amp.GradScaler, GradScaler
+    with gradscaler.watch(tmp_path):
+        made = own("cpu", 2.0**3, 4.0, 0.25, 7)
+        assert isinstance(made, ours)
+        assert made.state_dict() == ours("cpu", 2.0**3, 4.0, 0.25, 7).state_dict()
+        assert type(pickle.loads(pickle.dumps(made))) is type(made)
+        with pytest.raises(AssertionError, match="growth factor"):
+            own("cpu", growth_factor=0.5)
+        with pytest.warns(UserWarning, match="CUDA is not available") as warned:
+            assert not own().is_enabled()
+        assert warned[0].filename == __file__
+        assert type(ours("cpu")) is ours
+    made = own("cpu", init_scale=2.0**3)
+    assert type(made) is own
+    assert made.get_scale() == 8
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0])

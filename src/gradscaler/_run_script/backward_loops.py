@@ -67,6 +67,8 @@ class BackwardLoops:
         after_init(kind.Optimizer, self._see_optimizer)
         if is_paddle:  # the only one that does not call the base class' __init__()
             after_init(kind.AdamW, self._see_optimizer)
+        else:
+            on_stop.enter_context(import_module("gradscaler.tensorplay._install").install())
         adapter = import_module(f"gradscaler.{self._name}")
         after_init(adapter.GradScaler, self._see_scaler)
         on_stop.callback(self._observed.remove)

@@ -16,6 +16,8 @@ from gradscaler._torch_like.scaler import TorchLikeScaler
 from gradscaler.policies import Policy
 from gradscaler.tensorplay._operations import TensorPlayOperations
 
+WITHOUT_CUDA = "tensorplay.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling."
+
 
 class _Gradients(TorchLikeGradients):
     opt_state: ClassVar[type[Enum]] = OptState
@@ -82,10 +84,7 @@ class GradScaler(
                 f"first step, write init_scale={device!r}"
             )
         if enabled and device == "cuda" and not tensorplay.cuda.is_available():
-            warnings.warn(
-                "tensorplay.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.",
-                stacklevel=2,
-            )
+            warnings.warn(WITHOUT_CUDA, stacklevel=2)
             enabled = False
         self._device = device
         super().__init__(
