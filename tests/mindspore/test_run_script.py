@@ -4,6 +4,7 @@ from pathlib import Path
 
 import mindspore
 import numpy as np
+import pytest
 
 import gradscaler
 from gradscaler.diagnose import read_run
@@ -64,6 +65,27 @@ def test_a_gradient_that_is_weighted_is_taken_again_without_its_weight(mode, tmp
         for factor in (1.0, 0.0):
             take(mindspore.Tensor(np.full((2, 4), factor, "float32")), mindspore.Tensor(1.0))
     assert "sqrt" in watch.verdict.text
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize("returns", ["logits", "another loss"])
+def test_a_gradient_of_more_than_the_loss_is_told(mode, has_aux, returns, tmp_path):
+    model = mindspore.nn.Dense(4, 4, has_bias=False)
+
+    def loss_and_more(inputs):
+        outputs = model(inputs)
+        loss = outputs.square().mean()
+        return loss, (outputs if returns == "logits" else 0.5 * loss)
+
+    weights = model.trainable_params()
+    take = mindspore.value_and_grad(loss_and_more, None, weights, has_aux=has_aux)
+    optimizer = mindspore.nn.SGD(weights, 1e-3)
+    with gradscaler.watch(tmp_path) as watch:
+        for _ in range(8):
+            _, gradients = take(mindspore.Tensor(np.ones((2, 4), "float32")))
+            optimizer(gradients)
+    is_told = "without has_aux=True" in watch.verdict.text
+    assert is_told == (returns == "logits" and not has_aux)
 
 
 def test_graphs_are_the_same_to_the_bit_and_compiled_once(graphs, graphs_in_step_13, tmp_path):

@@ -8,6 +8,7 @@ import tensorplay
 from tensorplay import nn
 
 import gradscaler
+from gradscaler.diagnose import read_run
 from gradscaler.tensorplay import GradScaler
 
 STEPS = 6
@@ -71,9 +72,30 @@ def skipping(steps=24):
 
 def test_steps_that_tensorplay_s_scaler_skips_are_told(tmp_path):
     expected = skipping()
-    with gradscaler.watch(tmp_path) as watch:
+    with gradscaler.watch(tmp_path):
         assert skipping() == expected
-    assert "8 of 24 steps were skipped" in watch.verdict.text
+    (file,) = tmp_path.glob("*.jsonl")
+    assert len(read_run(file).skipped) == 8
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1e-4])
+def test_an_eps_that_is_0_in_float16_is_told_of_weights_that_explode(eps, tmp_path):
+    tensorplay.manual_seed(0)
+    x = np.random.RandomState(0).rand(640, 20).astype("float32")
+    x[:, 15:] = 0  # these gradients are 0
+    y = (x[:, :10].sum(1) > x[:, 10:].sum(1) + 2).astype("int64")
+    model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 2)).half()
+    optimizer = tensorplay.optim.Adam(model.parameters(), lr=1e-3, eps=eps)
+    criterion = nn.CrossEntropyLoss()
+    with gradscaler.watch(tmp_path) as watch:
+        for start in range(0, 640, 32):
+            batch, target = x[start : start + 32], tensorplay.tensor(y[start : start + 32])
+            loss = criterion(model(tensorplay.tensor(batch).half()).float(), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    is_told = "divides by an eps of 1e-08, which is 0 in the float16" in watch.verdict.text
+    assert is_told == (eps < 1e-7)
 
 
 def test_steps_beside_tensorplay_s_scaler_are_told(tmp_path):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any
 from weakref import WeakSet
+
+import numpy as np
 
 from gradscaler._run_script.after_init import after_init
 from gradscaler._run_script.kept_gradients import KeptGradients
@@ -16,6 +19,8 @@ from gradscaler._run_script.runs import LOOP, Runs
 from gradscaler._run_script.scaler_watch import ObservedScalers, ScalerWatch
 from gradscaler._run_script.step_watch import Search
 from gradscaler._run_script.undo import on_stop, replace
+from gradscaler._run_script.unheld import Unheld
+from gradscaler.diagnose._gradients.arrays import dtype_name, to_numpy
 from gradscaler.diagnose._gradients.reading import are_finite, inspect
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.places import in_memory
@@ -56,6 +61,7 @@ class BackwardLoops:
         self._num_passes = 0  # backward passes after the latest step
         self._most_passes = 1  # the most before a step
         self._classes: set[type] = set()  # of optimizers, whose step is seen
+        self._loop, self._unheld = Unscaled(name), Unheld(None, ())  # of the latest run
         self._in_first: Search | None = (
             None  # sees the operations of step 1, if it is to be watched
         )
@@ -214,6 +220,7 @@ class BackwardLoops:
         trained = [p for p in _parameters_of(optimizer) if p.requires_grad]
         gradients = {self._names.get(id(p), p.name): p.grad for p in trained}
         if LOOP in self._runs.open and gradients and not is_scaled:
+            self._loop.outside = self._unheld.take() or self._loop.outside
             self._runs.open[LOOP].record(self._loss, gradients)
             self._loss = None
 
@@ -250,24 +257,54 @@ class BackwardLoops:
         self._names = {id(parameter): name for name, parameter in named}
         each = [eps_of(optimizer) or 0.0 for optimizer in self._known]
         eps = min(each, default=0.0) or None
-        watched, of = (Unscaled(self._name, eps=eps), None) if scaler is None else (scaler, model)
+        weights = partial(_growth, _norms_of(self._held()), self._held)
+        self._loop = Unscaled(self._name, eps=eps, lost_eps=self._lost_eps, weights=weights)
+        self._unheld = Unheld(model, self._held().keys())
+        watched, of = (self._loop, None) if scaler is None else (scaler, model)
         search, self._in_first = self._in_first, None
         if model is not None and self._options.watch != 1:
             search = seam_of(model)
         self._runs.begin(key, watched, of, search)
+
+    @property
+    def _lost_eps(self) -> float | None:
+        """An eps that is 0 in float16, in which TensorPlay's optimizers step such parameters."""
+        for optimizer in self._known if self._name == "tensorplay" else ():
+            eps, kinds = eps_of(optimizer), map(dtype_name, _parameters_of(optimizer))
+            if eps and not np.float16(eps) and "float16" in kinds:
+                return eps
+        return None
 
     def _model_of(self, optimizers: Iterable[Optimizer]) -> Any:
         """The model in memory that optimizers train; several by their classes' names."""
         nn = self._framework.nn
         base = getattr(nn, "Layer", None) or nn.Module
         trained = {id(p) for each in optimizers for p in _parameters_of(each)}
-        every = in_memory(base)
+        ours = "holds_gradscaler_models"  # of an earlier run
+        every = [each for each in in_memory(base) if not hasattr(type(each), ours)]
         inner = {id(child) for each in every for child in each.children()}
         outer = (each for each in every if id(each) not in inner)
         found = [each for each in outer if any(id(p) in trained for p in each.parameters())]
         if len(found) < 2:
             return next(iter(found), None)
         return one_model({f"{type(m).__name__}_{n}": m for n, m in enumerate(found)})
+
+
+def _growth(
+    before: Mapping[int, float], held: Callable[[], Mapping[int, Tensor]]
+) -> tuple[float, float] | None:
+    """The norm of some matrices before the first step, and now; None if that is not finite."""
+    now = _norms_of({key: p for key, p in held().items() if key in before})
+    if len(now) < len(before):
+        return None
+    return math.hypot(*before.values()), math.hypot(*now.values())
+
+
+def _norms_of(parameters: Mapping[int, Tensor]) -> dict[int, float]:
+    """The 2-norms of matrices that are finite; biases may stay large while a decay shrinks them."""
+    arrays = {key: to_numpy(p) for key, p in parameters.items() if len(p.shape) > 1}
+    norms = {key: float(np.linalg.norm(a.astype("float64"))) for key, a in arrays.items()}
+    return {key: norm for key, norm in norms.items() if math.isfinite(norm)}
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:

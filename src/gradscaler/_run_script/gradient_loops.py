@@ -44,7 +44,8 @@ class _Forward(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     loss: Tensor | None
-    has_aux: bool  # whether it returned more, of which no gradient is taken
+    has_aux: bool  # whether it returned more
+    is_summed: bool = False  # whether gradients of that are taken, too, such as of logits
 
 
 @dataclass
@@ -145,7 +146,7 @@ class GradientLoops:
         @in_place_of(backward)
         def seen_backward(fn: Any, operation: Any, weights: Any, *args: Any) -> Any:
             made = backward(fn, operation, weights, *args)
-            record(weights, made)
+            record(weights, made, has_aux=args[1])
             return made
 
         replace(base, "_pynative_forward_run", seen_run)
@@ -171,11 +172,14 @@ class GradientLoops:
             return
         has_aux = isinstance(results, tuple) and len(results) > 1
         loss = results[0] if isinstance(results, tuple) else results
-        self._forward = _Forward(function, args, kwargs, loss, has_aux)
+        is_summed = has_aux and any(map(_is_output, results[1:]))
+        self._forward = _Forward(function, args, kwargs, loss, has_aux, is_summed)
 
-    def _record_seen(self, weights: Any, made: Any) -> None:
+    def _record_seen(self, weights: Any, made: Any, *, has_aux: bool) -> None:
         if not is_locating.get():
             forward, self._forward = self._forward, None
+            if forward is not None and has_aux:
+                forward = forward._replace(is_summed=False)
             self._record(forward, weights, made)
 
     def see_graph(self, function: Any, args: Any, kwargs: Any, made: Any) -> None:
@@ -184,14 +188,17 @@ class GradientLoops:
             return
         of = getclosurevars(function).nonlocals
         take, weights = of["grad_"], of.get("weights")
-        loss = None
+        loss, has_more, is_summed = None, False, False
         if take.get_value:
             result, made = made
-            loss = result[0] if take.has_aux else result
+            has_more = isinstance(result, tuple) and len(result) > 1
+            loss = result[0] if take.has_aux or has_more else result
+            is_summed = has_more and not take.has_aux and any(map(_is_output, result[1:]))
         elif take.has_aux:
             made = made[0]
         args = args[: len(args) - bool(take.sens_param)]
-        self._record(_Forward(of["fn"], args, kwargs, loss, take.has_aux), weights, made)
+        forward = _Forward(of["fn"], args, kwargs, loss, take.has_aux or has_more, is_summed)
+        self._record(forward, weights, made)
 
     def _record(self, forward: _Forward | None, weights: Any, made: Any) -> None:
         if forward is None or not weights or self._runs.is_off:
@@ -209,6 +216,7 @@ class GradientLoops:
         model = loop.model()
         replay = None if model is None else partial(self._again, model, forward, weights)
         if loop.scaler is None:
+            loop.given.is_summed = forward.is_summed and loss is not None
             run.record(loss, gradients, replay)
             run.step_ended()
             return
@@ -379,6 +387,11 @@ class GradientLoops:
             if model is not None:
                 self._models[trained] = ref(model)
         return model
+
+
+def _is_output(result: Any) -> bool:
+    """Whether a result is an array of floats, as logits are; one number may be another loss."""
+    return bool(getattr(result, "ndim", 0)) and "float" in str(result.dtype).lower()
 
 
 def _last(made: Any, count: int) -> Sequence[Tensor]:

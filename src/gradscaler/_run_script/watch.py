@@ -159,7 +159,8 @@ class Watch:
         is_quiet = self._options.has_raised or self._options.is_watched or is_said
         if not is_quiet and os.getpid() == self._process:
             unseen = "no step of a training was seen in this process"
-            voice.conclude(f"{unseen}, so there is no verdict.")
+            by_hand = "Weights that a script changes by hand, without an optimizer, are not seen."
+            voice.conclude(f"{unseen}, so there is no verdict. {by_hand}")
 
 
 def note_end(options: argparse.Namespace, error: BaseException) -> None:

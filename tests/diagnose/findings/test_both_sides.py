@@ -761,6 +761,11 @@ def of_optimizers():
         ),
         ("in 2 sampled steps ... count=2", [counted(9, shared=2)], []),
         (
+            "In 3 of 9 steps, ... has_aux=True ... count=3",
+            [counted(9, summed=3)],
+            [counted(9, summed=2)],
+        ),
+        (
             "steps, the weights that the step returns ... apply_gradients() ... count=",
             [unmoved(5, 5, "returned"), unmoved(18, 21, "returned")],
             [unmoved(4, 4, "returned"), unmoved(17, 21, "returned")],

@@ -141,6 +141,33 @@ def test_a_parameter_without_a_gradient_is_named(watch):
     assert "2.weight and 1 more should be trained" in watch.verdict.text
 
 
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_layer_that_no_optimizer_holds_is_named(watch, moves):
+    model, late = library.model(), library.model()
+    optimizer = library.sgd(list(model.parameters()), lr=1e-3)
+    model.late = late  # as layers are that the first forward pass makes
+    for _ in range(20):
+        with library.framework.no_grad():
+            for each in late.parameters() if moves else ():
+                each.add_(0 * each + 0.01)
+        loss_of([*model.parameters(), *late.parameters()]).backward()
+        optimizer.step()
+        library.clear_gradients(optimizer)
+    assert ("In no optimizer that is stepped: " in watch.verdict.text) == (not moves)
+    assert moves or "late.0.weight first" in watch.verdict.text
+
+
+@pytest.mark.parametrize("rate", [1e-3, 1.05])
+def test_weights_that_run_away_and_stay_finite_are_told(watch, rate):
+    parameters = list(library.model().parameters())
+    optimizer = library.sgd(parameters, lr=rate)
+    for _ in range(100):
+        loss_of(parameters).backward()
+        optimizer.step()
+        library.clear_gradients(optimizer)
+    assert ("the weights' norm from" in watch.verdict.text) == (rate > 1)
+
+
 def test_an_optimizer_that_finds_no_gradient_is_told(watch):
     used, unused = library.parameters(), library.parameters()
     optimizer = library.sgd(unused)

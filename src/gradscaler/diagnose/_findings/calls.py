@@ -89,8 +89,8 @@ def unused(evidence: Evidence) -> Finding | None:
         "misuse",
         f"{step} found no gradient in {count} calls, so nothing is trained.",
         "Give the optimizer the parameters of the model that the loss comes from, not those of a "
-        "copy; look for item() or detach() before the loss; and call zero_grad() before the "
-        "backward pass, not after it.",
+        "copy; look for item(), numpy() or detach() before the loss; and call zero_grad() before "
+        "the backward pass, not after it.",
         count=count,
     )
 

@@ -51,11 +51,20 @@ def _origin(case: Case) -> Finding | None:
         or (None if case.is_skipped or case.parameter else origins.parameter(case))
         or (None if is_given or case.lost_eps is not None else divergence(case))
         or origins.parameter(case)
+        or (None if is_given else _by_eps(case))
         or origins.large_numbers(case)
         or origins.forward(case)
         or origins.loss(case)
         or origins.gradient(case)
     )
+
+
+def _by_eps(case: Case) -> Finding | None:
+    """A loss that explodes as the optimizer's eps is 0, so that its steps have any size."""
+    if case.lost_eps is None or (made := divergence(case)) is None:
+        return None
+    by, action = origins.of_eps(case.lost_eps)
+    return replace(made, cause=f"{made.cause.removesuffix('.')}{by}.", action=action)
 
 
 @detector(Phase.PARAMETER)

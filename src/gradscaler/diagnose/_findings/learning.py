@@ -282,7 +282,8 @@ def _guessed(evidence: Evidence, latest: float) -> str | None:
     return (
         f"and it stays at {chance:.3g}, that of a guess among {math.exp(chance):.0f} classes. If "
         "it should have fallen, look for labels that belong to other rows (one of both was "
-        "shuffled), inputs that are all alike, and a learning rate that is too small."
+        "shuffled), inputs that are all alike, a softmax before the loss, and a learning rate that "
+        "is too small."
     )
 
 

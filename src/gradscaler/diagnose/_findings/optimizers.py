@@ -524,6 +524,22 @@ def undivided(evidence: Evidence) -> Finding | None:
     )
 
 
+@detector(Phase.MISUSE, in_streak=Role.CAUSE, at_bad_step=Role.CAUSE)
+def summed(evidence: Evidence) -> Finding | None:
+    """Gradients of a function's other results, which were added to those of its loss."""
+    count = evidence.events.count(Event.SUMMED)
+    if not count or count < MANY * evidence.steps:
+        return None
+    return Finding(
+        "misuse",
+        f"In {count} of {evidence.steps} steps, value_and_grad() or grad() was given a function "
+        "that returns more than its loss, without has_aux=True: the gradients are those of the sum "
+        "of all its results, such as the logits, so training makes that sum small.",
+        "Pass has_aux=True, or return the loss alone.",
+        count=count,
+    )
+
+
 @detector(Phase.MISUSE, needs_scaler=True)
 def stepless(evidence: Evidence) -> Finding | None:
     """Losses that are scaled, and an optimizer that steps without the scaler."""

@@ -82,6 +82,21 @@ def within(case: Case) -> Finding | None:
     )
 
 
+def of_eps(eps: float) -> tuple[str, str]:
+    """What an optimizer's eps does that is 0, also in float16, and what to do."""
+    if not eps:
+        return (
+            ": the optimizer divides by an eps of 0, and 0 / 0 is NaN where a gradient is 0",
+            "Go back to an earlier checkpoint, and set eps to 1e-8.",
+        )
+    return (
+        f": the optimizer divides by an eps of {eps:g}, which is 0 in the float16 of its "
+        "parameters",
+        "Go back to an earlier checkpoint, and keep the parameters in float32, with the forward "
+        "pass under autocast, or set eps to 1e-4.",
+    )
+
+
 def parameter(case: Case) -> Finding | None:
     """A parameter or a buffer that is itself not finite."""
     evidence, bad = case.evidence, case.evidence.bad_step
@@ -93,18 +108,8 @@ def parameter(case: Case) -> Finding | None:
     if name is None:
         return None
     why = since = ""
-    if case.lost_eps == 0:
-        why = ": the optimizer divides by an eps of 0, and 0 / 0 is NaN where a gradient is 0"
-        action = "Go back to an earlier checkpoint, and set eps to 1e-8."
-    elif case.lost_eps is not None:
-        why = (
-            f": the optimizer divides by an eps of {case.lost_eps:g}, which is 0 in the "
-            "float16 of its parameters"
-        )
-        action = (
-            "Go back to an earlier checkpoint, and keep the parameters in float32, with the "
-            "forward pass under autocast, or set eps to 1e-4."
-        )
+    if case.lost_eps is not None:
+        why, action = of_eps(case.lost_eps)
     elif name.endswith(STATISTICS):
         undone = ": no skip undoes that" if evidence.has_scaler else ""
         watched = evidence.watched

@@ -282,8 +282,8 @@ _ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     (
-        "item() or detach()",
-        ("item() or detach()", *_STOPS[1:]),
+        "item(), numpy() or detach()",
+        ("item(), numpy() or detach()", *_STOPS[1:]),
     ),
     ("detach()", _STOPS),
     *(

@@ -46,7 +46,7 @@ class HeldParameters:
         # Those outside, at the sample before: some of their elements, and their gradients.
         self._outer: dict[str, tuple[NDArray[Any], Mark | bytes]] = {}
         self._unheld: list[tuple[int, NDArray[Any]]] = []  # one of nobody's, by its id
-        self._version: int | None = None  # of the model's first trained parameter
+        self._versions: list[int] = []  # of the trained parameters of the model
         # Of the latest loss: whether each is a parameter.
         self._leaves: dict[int, bool] | None = None
         self._lines: dict[str, str] = {}  # see Optimizers
@@ -114,9 +114,10 @@ class HeldParameters:
     def has_moved(self) -> bool:
         """Whether PyTorch counted a change of the model since this was asked before."""
         parameters = () if self._model is None else self._model.parameters()
-        first = next((p for p in parameters if getattr(p, "requires_grad", False)), None)
-        before, self._version = self._version, getattr(first, "_version", None)
-        return before is not None and self._version != before
+        trained = (p for p in parameters if getattr(p, "requires_grad", False))
+        counts = [getattr(p, "_version", 0) for p in trained]
+        before, self._versions = self._versions, counts
+        return len(before) == len(counts) and before != counts
 
     def at_sample(self, optimizer: object, named: Mapping[str, Tensor]) -> Optimizers:
         """What is known before a sampled step of an optimizer of named parameters."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,10 @@ from gradscaler.diagnose._monitor.replay import Replay
 from gradscaler.diagnose._record.events import Counted, Event
 from gradscaler.diagnose._record.lines import BadStep, Optimizers
 from gradscaler.outcome import HISTORY_LENGTH
+
+
+def _unknown() -> None:
+    """Nothing is known of the weights."""
 
 
 @dataclass(eq=False)
@@ -37,6 +41,11 @@ class Unscaled:
             the gradients of one of them: ``"zero"``, ``"apart"`` or ``"some"``, if they are known;
             empty if the step that is recorded next moved them, or none has.
         is_unchanged: whether the step that is recorded next left them so for its Inf or NaN.
+        is_summed: whether the gradients of the step that is recorded next are those of all results
+            of a function together.
+        outside: the parameters of the model that have a gradient and that no optimizer holds.
+        lost_eps: that eps, if it is 0 in the float16 in which the optimizer steps.
+        weights: the norm of the matrices before the first step, and now; None if it is unknown.
     """
 
     framework: str
@@ -47,6 +56,10 @@ class Unscaled:
     num_unmoved: int = 1
     stood: str = ""
     is_unchanged: bool = False
+    is_summed: bool = False
+    outside: tuple[str, ...] = ()
+    lost_eps: float | None = None
+    weights: Callable[[], tuple[float, float] | None] = _unknown
 
 
 class RecordedLoop(Recorder):
@@ -80,6 +93,7 @@ class RecordedLoop(Recorder):
         if since := self.scaler.stood:
             self.events += [Counted(Event.STOOD), Counted(Event.STOOD, since)]
         self.events += [Counted(Event.UNCHANGED)] * self.scaler.is_unchanged
+        self.events += [Counted(Event.SUMMED)] * self.scaler.is_summed
         super().record(scaler, finite, gradients, *rest)
 
     def _note_idle(self, names: tuple[str, ...]) -> None:
@@ -99,14 +113,15 @@ class RecordedLoop(Recorder):
 
     @property
     def _optimizers(self) -> Optimizers | None:
-        """The optimizers that have made no step, and the eps of the others."""
+        """The optimizers that have made no step, the eps of the others, and what none holds."""
         idle = {
             names[0].rpartition(".")[0] or names[0]: count
             for names, count in self._num_idle.items()
             if names not in self._have_stepped
         }
-        eps = self.scaler.eps
-        return Optimizers(idle, eps=eps) if idle or eps is not None else None
+        eps, outside, weights = self.scaler.eps, self.scaler.outside, self.scaler.weights()
+        is_known = idle or outside or weights or eps is not None
+        return Optimizers(idle, outside, weights=weights, eps=eps) if is_known else None
 
     def _chance(self, named: Mapping[str, Array]) -> float | None:
         """The logarithm of the number of outputs, as far as the last bias shows it."""

@@ -179,7 +179,8 @@ class Recorder(StepSource):
         found = inspect(bad)
         listed, more = found[:MOST_NONFINITE], len(found[MOST_NONFINITE:])
         loss = self.log.history[-1].loss
-        self.log.add_bad(BadStep(step.number, loss, listed, more, located, parameter=parameter))
+        bad_step = BadStep(step.number, loss, listed, more, located, parameter=parameter)
+        self.log.add_bad(replace(bad_step, lost_eps=getattr(self.scaler, "lost_eps", None)))
 
     @property
     def _optimizers(self) -> Optimizers | None:

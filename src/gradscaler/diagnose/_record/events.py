@@ -63,6 +63,8 @@ class Event(Enum):
     UNMOVED = "unmoved", "recorded_loop", "optimizers"
     # It did since another one, as "16 some" of one whose gradients are not all 0.
     STOOD = "stood", "recorded_loop", "optimizers"
+    # Its gradient is that of all results of a function together, as "value_and_grad()" takes it.
+    SUMMED = "summed", "recorded_loop", "optimizers"
     UNCHANGED = "unchanged", "recorded_loop", "losses"  # or for a loss of Inf or NaN, by itself
     # A module of the user's has a backward() that PyTorch never calls: at its class and line.
     UNCALLED = "uncalled", "observer", "calls"
