@@ -18,6 +18,7 @@ import numpy as np
 
 from gradscaler._run_script.after_import import after_import
 from gradscaler._run_script.given_weights import GivenWeights
+from gradscaler._run_script.lost_results import stale_in
 from gradscaler._run_script.runs import Runs
 from gradscaler._run_script.undo import replace
 from gradscaler._run_script.voice import voice
@@ -252,6 +253,8 @@ class FunctionLoops:
         if nonfinite and not bad and _has_scaler(given) and self._is_of_scale(watched, again, args):
             is_left_out, loss = True, None
         loop.is_unchanged = bool(nonfinite) and is_same
+        loop.stale = places.stale
+        loop.unmoved = "copied" if places.is_copied else loop.unmoved
         run.record(
             loss,
             self._named(bad, watched, args, results) if bad and not is_left_out else {},
@@ -437,19 +440,49 @@ class FunctionLoops:
         others = [each for each in floating if _place(each[0], results)[0] not in states]
         new = self._weights_in(watched, results)
         devices: Iterator[set[Any]] = (getattr(leaf, "devices", set)() for _, leaf in paths)
+        program = self._program(watched, args, kwargs) if new or changed else None
+        makes_new = program is not None and (watched.has_update or _makes_state(program, changed))
+        stale = stale_in(program) if makes_new else []
         return _Places(
             floating,
             others,
             changed,
             all(len(each) < 2 for each in devices),
             weights := self._weights_in(watched, (args, kwargs)),
-            self._returns_given(watched, args, kwargs, results, changed),
+            makes_new and _computed_in(program).isdisjoint(new) and bool(new),
             [] if len(weights) != len(new) else list(zip(weights, new, strict=True)),
             [number for number, (_, at) in enumerate(floating) if at in new],
             numbers := [n for n, (_, at) in enumerate(floating) if not paths[at][1].ndim],
             [n for n in numbers if "loss" in self._jax.tree_util.keystr(floating[n][0]).lower()],
             _divided([paths[at][1] for _, at in floating]),
+            self._listed([each for each in floating if each[1] in stale], watched, args, results),
+            self._is_copied(watched, (args, kwargs), results),
         )
+
+    def _is_copied(self, watched: _Watched, given: Any, results: Any) -> bool:
+        """Whether a compiled step updates a model of NNX of which it got a copy, and returns none.
+
+        What is given to ``nnx.jit`` is a state by here, of which the new one is among the results.
+        """
+        nnx: Any = sys.modules.get("flax.nnx")
+        if nnx is None or not (watched.has_update and hasattr(watched.function, "trace")):
+            return False
+        leaves_of = self._jax.tree_util.tree_leaves
+        is_leaf = watched.is_leaf or (lambda _: False)
+        leaves = leaves_of(given, lambda x: isinstance(x, nnx.Module) or is_leaf(x))
+        models = [each for each in leaves if isinstance(each, nnx.Module)]
+        trained = [each for each in models if self._shapes(watched, each) in watched.by]
+        made = _shapes_in(leaves_of(results))
+        return bool(trained) and all(_shapes_in(leaves_of(each)) - made for each in trained)
+
+    def _listed(
+        self, places: list[tuple[Any, int]], watched: _Watched, args: Any, made: Any
+    ) -> str:
+        """The name of the first of some results, and the number of the others."""
+        leaves = self._jax.tree_util.tree_leaves(made)
+        names = self._named([(path, leaves[at]) for path, at in places], watched, args, made)
+        first, *rest = names or [""]
+        return f"{first} and {len(rest)} more" if rest else first
 
     def _weights_in(self, watched: _Watched, values: Any) -> list[int]:
         """The places of the numbers in arguments or results of which a gradient is taken.
@@ -479,27 +512,16 @@ class FunctionLoops:
         leaves, structure = self._jax.tree_util.tree_flatten(value, watched.is_leaf)
         return structure, *(getattr(each, "shape", None) for each in leaves)
 
-    def _returns_given(
-        self, watched: _Watched, args: Any, kwargs: Any, results: Any, changed: Any
-    ) -> bool:
-        """Whether a compiled step returns its own weights, though it makes new ones.
-
-        It is so by its program, whatever the numbers are: a step that selects the old ones, or adds
-        an update of 0, computes what it returns. It makes new ones if it applies updates, or if it
-        has a state that it computes.
-        """
-        trace, places = getattr(watched.function, "trace", None), self._weights_in(watched, results)
-        if trace is None or not places:
-            return False
+    def _program(self, watched: _Watched, args: Any, kwargs: Any) -> Any:
+        """The program of a compiled function; None if it is not compiled, or not known."""
+        trace = getattr(watched.function, "trace", None)
+        if trace is None:
+            return None
         try:
             with unnoticed():  # JAX has kept what it traced for the call
-                program = trace(*args, **kwargs).jaxpr.jaxpr
+                return trace(*args, **kwargs).jaxpr.jaxpr
         except Exception:  # of the user's code, if it is traced again
-            return False
-        given = set(map(id, program.invars))
-        computed = {at for at, each in enumerate(program.outvars) if id(each) not in given}
-        has_state = any(new in computed for _, new in changed)
-        return computed.isdisjoint(places) and (watched.has_update or has_state)
+            return None
 
     def _each(self, watched: _Watched, values: Any) -> Iterator[tuple[Any, int, list[Any]]]:
         """The structure of each value, the place of its first leaf among all, and its leaves."""
@@ -574,12 +596,17 @@ class _Places:
         changed: the places of arrays of arguments, and of the results that take theirs.
         are_on_one: whether each result is on one device, so that its squares add up there.
         weights: the places of the numbers of arguments of which the gradient is taken.
-        returns_given: whether it is so by its program that a step returns its own weights.
+        returns_given: whether it is so by its program that a step returns its own weights, though
+            it makes new ones: it applies updates, or computes a state. One that selects the old
+            ones, or adds an update of 0, computes what it returns.
         kept: the places of these, and of the results that are weights.
         gradients: which of those in `floating` these are, which may be gradients.
         numbers: which of those in `floating` are single numbers.
         losses: which of these are named a loss.
         parts: those in `floating` by the programs that look at them.
+        stale: the results that are arguments as they were, though the step computes new ones, and
+            makes another state; empty if none is.
+        is_copied: whether it updates a model of NNX that jax.jit has copied.
         witnesses: which pair of those a step has changed, as the next one most likely does; first
             of `changed`, then of `kept`.
     """
@@ -595,6 +622,8 @@ class _Places:
     numbers: list[int]
     losses: list[int]
     parts: list[list[int]]
+    stale: str = ""
+    is_copied: bool = False
     witnesses: list[int] = field(default_factory=lambda: [0, 0])
 
 
@@ -750,6 +779,23 @@ def _loss_in(
     if named or is_first or len(numbers) == 1:
         return next(iter(numbers), None)
     return next((leaf for leaf in numbers if any(leaf is each for each in bad)), None)
+
+
+def _shapes_in(leaves: list[Any]) -> Counter[Any]:
+    """How many arrays have each shape."""
+    return Counter(each.shape for each in leaves if _is_array(each))
+
+
+def _computed_in(program: Any) -> set[int]:
+    """The places of the results that a program computes, and was not given."""
+    given = set(map(id, program.invars))
+    return {at for at, each in enumerate(program.outvars) if id(each) not in given}
+
+
+def _makes_state(program: Any, changed: list[tuple[int, int]]) -> bool:
+    """Whether it computes a result that takes the place of an argument."""
+    computed = _computed_in(program)
+    return any(new in computed for _, new in changed)
 
 
 def _items(results: Any) -> Sequence[Any]:

@@ -678,6 +678,10 @@ def of_optimizers():
         seen = {"stood": count, "stood 1 some": count}
         return with_losses([1.0] * steps, events=Events().after(seen))
 
+    def stale(count, steps):
+        part = "stale state['mean'] and 1 more"
+        return counted(steps, **{"stale": count, part: count})
+
     def stopped(place, **more):
         events = Events().after({"stopped": 3, f"stopped {place}": 3})
         return with_losses([1.0] * 9, **{"events": events, **more})
@@ -777,6 +781,11 @@ def of_optimizers():
             [unmoved(4, 5, "given")],
         ),
         (
+            "In 5 of 6 steps, what changes is a copy of the model ... nnx.jit in place of",
+            [unmoved(5, 6, "copied")],
+            [unmoved(4, 5, "copied")],
+        ),
+        (
             "In 5 of 6 steps, all gradients of the weights are exactly 0, so ... no slope",
             [unmoved(5, 6, "zero")],
             [replace(unmoved(5, 6, "zero"), past=(Step(6, 1.0, skipped=False, loss=0.0),))],
@@ -805,6 +814,12 @@ def of_optimizers():
                 stood(21, 20, losses=(0.009, 0.008, 0.007, 0.006, 0.005)),
                 stood(21, 20, losses=(1.0, 0.9, 1.1, 0.8)),
             ],
+        ),
+        (
+            "steps, the step returns state['mean'] and 1 more as given ... replace(batch_stats=...)"
+            " ... where=\"state['mean']\", line=None, steps=(), count=",
+            [stale(5, 5), stale(18, 20)],
+            [stale(4, 4), stale(18, 21)],
         ),
         (
             "found no gradient in 3 calls of step() after step 9 ... requires_grad=False. ... "

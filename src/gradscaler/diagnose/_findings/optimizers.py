@@ -316,6 +316,12 @@ _UNMOVED = {  # where the new weights get lost, and what to do
         "Assign what the step returns to the names that it is given: params, opt_state, ... = "
         "step(params, opt_state, ...).",
     ),
+    "copied": (
+        "what changes is a copy of the model: jax.jit makes one of each nnx.Module and "
+        "nnx.Optimizer that it is given, and drops its updates",
+        "Compile the step by nnx.jit in place of jax.jit; or return model and optimizer from it, "
+        "and assign them.",
+    ),
     "zero": (
         "all gradients of the weights are exactly 0",
         "Look for what has no slope between the weights and the loss: units that are all off, a "
@@ -424,6 +430,25 @@ _RATE_OF_0 = (
     "Look at the learning rate's schedule: it may have ended, as decay_steps and transition_steps "
     "of optax count steps, not epochs; or the rate is too small to move any weight."
 )
+
+
+@detector(Phase.MISUSE)
+def stale(evidence: Evidence) -> Finding | None:
+    """A part of a state, such as running statistics, that each step returns as it was given."""
+    count = evidence.events.count(Event.STALE)
+    if count < max(FEW_CALLS, ALMOST_ALL * evidence.steps):
+        return None
+    part = evidence.events.place(Event.STALE)
+    return Finding(
+        "misuse",
+        f"In {count} of {evidence.steps} steps, the step returns {part} as given, and drops what "
+        "it computes in place of that.",
+        "Return the new one: of running statistics, what apply(..., mutable=['batch_stats']) gives "
+        "beside the outputs, in a TrainState by replace(batch_stats=...). Else an evaluation uses "
+        "those that it began with.",
+        part.partition(" and ")[0],
+        count=count,
+    )
 
 
 @detector(Phase.MISUSE)

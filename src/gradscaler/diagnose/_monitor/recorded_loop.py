@@ -34,8 +34,8 @@ class Unscaled:
         policy: None.
         unmoved: why the step that is recorded next leaves its weights as they were, as each one
             does: they are ``"returned"`` as they were, or ``"given"`` again, or new ones are
-            ``"dropped"``, or their gradients are all ``"zero"``, or depend on nothing
-            (``"apart"``); empty if none is.
+            ``"dropped"``, or a copy of them changes (``"copied"``), or their gradients are all
+            ``"zero"``, or depend on nothing (``"apart"``); empty if none is.
         num_unmoved: how many of the latest steps do so by then, as the first are not known to.
         stood: the first of the steps since which weights are returned as they were, to the bit, and
             the gradients of one of them: ``"zero"``, ``"apart"`` or ``"some"``, if they are known;
@@ -46,6 +46,8 @@ class Unscaled:
         outside: the parameters of the model that have a gradient and that no optimizer holds.
         lost_eps: that eps, if it is 0 in the float16 in which the optimizer steps.
         weights: the norm of the matrices before the first step, and now; None if it is unknown.
+        stale: a part of a state that the step returns as it was given, though it computes a new
+            one; empty if none is.
     """
 
     framework: str
@@ -60,6 +62,7 @@ class Unscaled:
     outside: tuple[str, ...] = ()
     lost_eps: float | None = None
     weights: Callable[[], tuple[float, float] | None] = _unknown
+    stale: str = ""
 
 
 class RecordedLoop(Recorder):
@@ -94,6 +97,8 @@ class RecordedLoop(Recorder):
             self.events += [Counted(Event.STOOD), Counted(Event.STOOD, since)]
         self.events += [Counted(Event.UNCHANGED)] * self.scaler.is_unchanged
         self.events += [Counted(Event.SUMMED)] * self.scaler.is_summed
+        if part := self.scaler.stale:
+            self.events += [Counted(Event.STALE), Counted(Event.STALE, part)]
         super().record(scaler, finite, gradients, *rest)
 
     def _note_idle(self, names: tuple[str, ...]) -> None:

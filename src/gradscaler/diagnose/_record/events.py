@@ -59,13 +59,15 @@ class Event(Enum):
     # No gradient in steps that follow others: at the number of the last, and why, if that is known.
     STOPPED = "stopped", "step_log", "optimizers"
     # A step left its weights as they were, which each one does: at "returned", "given", "dropped",
-    # "zero" or "apart".
+    # "copied", "zero" or "apart".
     UNMOVED = "unmoved", "recorded_loop", "optimizers"
     # It did since another one, as "16 some" of one whose gradients are not all 0.
     STOOD = "stood", "recorded_loop", "optimizers"
     # Its gradient is that of all results of a function together, as "value_and_grad()" takes it.
     SUMMED = "summed", "recorded_loop", "optimizers"
     UNCHANGED = "unchanged", "recorded_loop", "losses"  # or for a loss of Inf or NaN, by itself
+    # A step returned a part of its state as given, though it computed a new one: at the part.
+    STALE = "stale", "recorded_loop", "optimizers"
     # A module of the user's has a backward() that PyTorch never calls: at its class and line.
     UNCALLED = "uncalled", "observer", "calls"
     EVALUATING = "evaluating", "observer", "calls"  # a model that had been in training mode before
