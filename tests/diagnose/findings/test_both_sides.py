@@ -887,6 +887,13 @@ def of_origins():
         skips = tuple(Skip(n, scale, loss, gradients) for n in range(100, 120))
         return Evidence(119, 21, skips_in_a_row=20, skips=skips, scale=scale, min_scale=scale)
 
+    def updated(operation, dtype="float16", by="optax.scale_by_adam", loss=2.5):
+        known = {"operation": operation, "line": "a.py:7", "optimizer": by}
+        located = Located(None, "forward", "", dtype, 0, 2, 2, 1.0, 0.0, **known)
+        bad = BadStep(9, loss, (NAN,), located=located)
+        jax = {"has_scaler": False, "framework": framework_named("jax", {})}
+        return with_losses([2.5] * 9, bad_step=bad, **jax)
+
     left_out = BadStep(9, 2.5, (NAN,), is_left_out=True)
     past = (Step(9, 1.0, skipped=True),)
     return [
@@ -905,6 +912,23 @@ def of_origins():
             "The gradient of fc.weight is NaN, though the loss is finite: the script left out",
             [Evidence(9, 1, past=past, bad_step=left_out, has_scaler=False)],
             [],
+        ),
+        (
+            "optax.scale_by_adam at a.py:7 makes fc.weight NaN in float16, and step 9 was applied "
+            "with it: an eps below 3e-8 is 0 there ... in float32 ... or set eps to 1e-4.",
+            [updated("div"), updated("rsqrt", loss=math.nan)],
+            [updated("mul"), updated("div", "float32"), updated("div", by=None)],
+        ),
+        (
+            "makes fc.weight NaN in float32, and step 9 was applied with it: it divides 0 by 0 ... "
+            "set eps to 1e-8.",
+            [updated("div", "float32")],
+            [updated("mul", "float32"), updated("div")],
+        ),
+        (
+            "squares of gradients beyond 255 are Inf there. ... keep the parameters in float32",
+            [updated("mul")],
+            [updated("mul", "float32"), updated("div")],
         ),
         (
             "within step 9, which ... steps=(9,), count=1, is_certain=True",

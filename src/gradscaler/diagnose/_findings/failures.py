@@ -47,6 +47,7 @@ def _origin(case: Case) -> Finding | None:
     is_given = isinstance(case.located, Given)
     return (
         origins.squared(case)
+        or origins.update(case)
         or origins.within(case)
         or (None if case.is_skipped or case.parameter else origins.parameter(case))
         or (None if is_given or case.lost_eps is not None else divergence(case))

@@ -17,6 +17,8 @@ from gradscaler.diagnose._findings.advice import (
 from gradscaler.diagnose._findings.case import Case, Outcome
 from gradscaler.diagnose._findings.evidence import STATISTICS, Evidence
 from gradscaler.diagnose._findings.nan_skips import is_nan
+from gradscaler.diagnose._operations.operation import Role
+from gradscaler.diagnose._operations.rows import names_with
 from gradscaler.diagnose._record.events import Event
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.located import (
@@ -32,6 +34,7 @@ EXPLAIN_ALL = (
     "To see which, explain the files of all ranks together: gradscaler run writes one of each, and "
     'so do monitors with path="run.{rank}.jsonl".'
 )
+_DIVIDES = names_with(Role.DIVIDES)
 _KEPT = "kept from step to step (averaged weights, statistics, a queue)"
 # PowerSGD adds to each gradient what it left out of the last one, so one Inf stays in its memory.
 _KEPT_OF_PROCESSES = f"{_KEPT[:-1]}, the memory of a communication hook such as PowerSGD's)"
@@ -48,6 +51,10 @@ _NOT_RECORDED = (
 _IN_FLOAT16 = (
     "numbers beyond 65504 are Inf in float16: scale the loss by a GradScaler, which skips such "
     "steps, or train in bfloat16"
+)
+_KEEP_FLOAT32 = (
+    "Go back to an earlier checkpoint, and keep the parameters in float32, with the forward pass "
+    "under autocast"
 )
 _SCALED_BY_HAND = (
     "the script multiplies its loss by a scale of its own, which makes gradients larger than the "
@@ -92,8 +99,7 @@ def of_eps(eps: float) -> tuple[str, str]:
     return (
         f": the optimizer divides by an eps of {eps:g}, which is 0 in the float16 of its "
         "parameters",
-        "Go back to an earlier checkpoint, and keep the parameters in float32, with the forward "
-        "pass under autocast, or set eps to 1e-4.",
+        f"{_KEEP_FLOAT32}, or set eps to 1e-4.",
     )
 
 
@@ -141,6 +147,35 @@ def _what_wrote(evidence: Evidence) -> str:
     bad = evidence.bad_step
     first = [start, code] if bad is not None and bad.step == 1 else [code, start]
     return f"{', '.join(first)}, or too large a learning rate"
+
+
+def update(case: Case) -> Finding | None:
+    """An optimizer that makes an Inf or NaN of finite gradients, as by an eps that is 0."""
+    found, name = case.located, case.parameter
+    if not case.failures or isinstance(found, Given) or found is None or not found.optimizer:
+        return None
+    is_division, is_narrow = found.operation in _DIVIDES, found.dtype == "float16"
+    if not (is_division or is_narrow):
+        return None
+    nan = case.last.nan
+    name = name or nan or next((each.name for each in case.last.nonfinite or ()), None)
+    why = "it divides 0 by 0, as by an eps of 0 where a gradient is 0"
+    action = "Go back to an earlier checkpoint, and set eps to 1e-8."
+    if is_narrow:
+        why, action = "squares of gradients beyond 255 are Inf there", f"{_KEEP_FLOAT32}."
+    if is_narrow and is_division:
+        why = "an eps below 3e-8 is 0 there, so 0 / 0 is NaN where a gradient is 0"
+        action = f"{_KEEP_FLOAT32}, or set eps to 1e-4."
+    at = f" at {found.line}" if found.line else ""
+    what = "Inf" if nan is None else "NaN"
+    so = case.with_numbers(case.outcome.of_gradient)
+    return Finding(
+        "parameter",
+        f"{found.optimizer}{at} makes {name or 'a parameter'} {what} in {found.dtype}{so}: {why}.",
+        action,
+        name,
+        found.line,
+    )
 
 
 def large_numbers(case: Case) -> Finding | None:

@@ -19,6 +19,7 @@ class Site(NamedTuple):
     line: str | None = None
     module: str | None = None
     type: str = ""
+    optimizer: str | None = None
 
 
 def exponent_in(operation: str | None, operands: Sequence[Any]) -> float | None:
@@ -62,5 +63,6 @@ def located_at(
         largest_input,
         operation=site.operation,
         line=site.line,
+        optimizer=site.optimizer,
         **fields,
     )

@@ -59,6 +59,8 @@ class Located:
         is_auxiliary: whether it reaches, in JAX, only what a loss function returns beside the loss.
         is_number: whether it is in a number of Python, or a number or an array of NumPy, that the
             operation was given. Its kind is ``"forward"`` in PyTorch, and else ``"input"``.
+        optimizer: in JAX, the rule whose update the operation belongs to, such as
+            ``"optax.scale_by_adam"``; None if it belongs to none.
     """
 
     module: str | None
@@ -83,6 +85,7 @@ class Located:
     function: str | None = None
     is_auxiliary: bool = False
     is_number: bool = False
+    optimizer: str | None = None
 
     def __post_init__(self) -> None:
         """Become of the class of its kind and module; so does a copy with another kind."""
@@ -142,10 +145,10 @@ class Located:
             yield self.way
         if self.enlarged_by is not None:
             yield f"enlarged by {self.enlarged_by}"
-        if self.summand is not None:
-            yield f"in summand {self.summand} of the loss"
-        if self.rows is not None:
-            yield f"in {self.rows}"
+        of_loss = self.summand and f"summand {self.summand} of the loss"
+        of_update = self.optimizer and f"the update of {self.optimizer}"
+        for each in filter(None, (of_loss, self.rows, of_update)):
+            yield f"in {each}"
         if self.parameter and not isinstance(self, BadGradient):
             yield f"its {self.parameter} is not finite"
         if self.is_number:

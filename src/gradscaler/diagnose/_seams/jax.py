@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ Equation = Any
 # They call code of the user's in Python, which has done its work when the step ran.
 _CALLBACKS = ("debug_callback", "debug_print", "io_callback")
 _EXPONENTIALS = names_with(Role.EXPONENTIATES)
+_COMBINING = ("chain", "named_chain", "masked", "partition")  # rules of optax that call others
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2")
 
 
@@ -42,6 +44,7 @@ class _Place(NamedTuple):
             as a norm; None if there is none whose failures are known.
         of: in the backward pass, the forward primitive whose gradient this is, if it is known.
         layer: the name of the layer that runs it, if it is known.
+        optimizer: the rule of an optimizer whose update it belongs to; None if it does to none.
     """
 
     line: str | None
@@ -50,6 +53,7 @@ class _Place(NamedTuple):
     called: str | None = None
     of: str | None = None
     layer: str | None = None
+    optimizer: str | None = None
 
 
 class JaxSeam(JudgedSeam):
@@ -154,11 +158,11 @@ class JaxSeam(JudgedSeam):
                 kind = "backward"
             else:
                 forward.update(map(id, equation.invars))
-            line, called = _call_of(equation)
+            line, called, optimizer = _call_of(equation)
             if line is None:
-                line, called = place.line, place.called or called
+                line, called, optimizer = place.line, place.called or called, place.optimizer
             layer = self._layer_of(equation, place)
-            places.append(_Place(line, kind, found, called, layer=layer))
+            places.append(_Place(line, kind, found, called, layer=layer, optimizer=optimizer))
         return _with_forward(jaxpr.eqns, places[::-1])
 
     def _run_equation(
@@ -196,7 +200,8 @@ class JaxSeam(JudgedSeam):
     ) -> list[Array]:
         """Run a primitive, and judge what it makes."""
         owner = "" if place.layer is None else type(self._layers[place.layer]).__name__
-        site = Site(place.of or place.called or name, place.line, place.layer, owner)
+        operation = place.of or place.called or name
+        site = Site(operation, place.line, place.layer, owner, place.optimizer)
         inputs = list(filter(_is_number, arrays))
         for array in inputs:
             self._note_reader(array, site._replace(operation=name))
@@ -216,7 +221,7 @@ class JaxSeam(JudgedSeam):
             return
         read_at = replace(origin, line=site.line)
         if origin.kind == "input":
-            operation, _, module, type_ = site
+            operation, _, module, type_, _ = site
             read_at = replace(read_at, operation=operation, module=module, type=type_)
         self._judge.note(array, read_at)
 
@@ -289,21 +294,39 @@ def _with_forward(equations: Sequence[Equation], places: Sequence[_Place]) -> li
     return found
 
 
-def _call_of(equation: Equation) -> tuple[str | None, str | None]:
-    """The user's line of a primitive, and the function of JAX that was called there.
+def _call_of(equation: Equation) -> tuple[str | None, str | None, str | None]:
+    """The user's line of a primitive, the function of JAX that was called there, and an optimizer.
 
     The line is the innermost one that is neither JAX's nor gradscaler's. The function is None if it
-    is the primitive itself, or if nothing is known of its failures.
+    is the primitive itself, or if nothing is known of its failures. The optimizer is None if the
+    primitive belongs to no update of one.
     """
+    optimizer: str | None = None
     traceback = equation.source_info.traceback
     called = _known(str(equation.params.get("name")))  # of a function that is compiled
     frames = iter(() if traceback is None else traceback.frames)
     for frame in frames:
         if is_of_users_file(frame.file_name):
             line = users_line((each.file_name, each.line_num) for each in (frame, *frames))
-            return line, None if called == canonical(equation.primitive.name) else called
+            return line, _unless_itself(called, equation), optimizer
         called = _known(frame.function_name) or called
-    return None, None if called == canonical(equation.primitive.name) else called
+        optimizer = optimizer or _optimizer_in(frame)
+    return None, _unless_itself(called, equation), optimizer
+
+
+def _unless_itself(called: str | None, equation: Equation) -> str | None:
+    return None if called == canonical(equation.primitive.name) else called
+
+
+def _optimizer_in(frame: Any) -> str | None:
+    """The rule of optax, or the optimizer of Keras, whose update a frame computes; else None."""
+    parts = Path(frame.file_name).parts[:-1]
+    rule, *inner = frame.function_name.split(".")
+    if "optax" in parts and "update_fn" in inner and rule not in _COMBINING:
+        return f"optax.{rule}"
+    if parts[-3:] == ("keras", "src", "optimizers") and inner[:1] == ["update_step"]:
+        return f"keras.optimizers.{rule}"
+    return None
 
 
 def _known(function: str) -> str | None:
