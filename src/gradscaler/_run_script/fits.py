@@ -19,6 +19,7 @@ from gradscaler._run_script.fit_data import FirstBatch
 from gradscaler._run_script.fit_gradients import FitGradients, may_keep_gradients
 from gradscaler._run_script.fit_losses import broadcast, of_labels, of_logits, swapped
 from gradscaler._run_script.fit_weights import FitWeights
+from gradscaler._run_script.narrow_weights import of_narrow_weights
 from gradscaler._run_script.options import MOST_RUNS, STOPPED
 from gradscaler._run_script.termination import before_termination
 from gradscaler._run_script.undo import on_stop, replace
@@ -240,6 +241,7 @@ class Losses:
         self._first: _Bad | None = None
         self._weights = ""  # a clause about them after that
         self._advice = ""  # that was not said on the way
+        self._narrow = ""  # what says that float16 loses what the optimizer divides by
         self._origin: list[str] = []  # the line that proposes to watch the first
         self._is_earlier = False  # whether the first came after a later one, which was told
         self._begun: tuple[int, float] | None = None  # the first batch of epoch 1, and its loss
@@ -258,9 +260,11 @@ class Losses:
             async_safe = not losses._may_stop
             epoch = steps = 0
             num_steps = 1  # of a call
+            trained: Any = None  # the model: on JAX, reading it here in a step would break that
 
             @guarded
             def on_train_begin(self, logs: Any = None) -> None:
+                self.trained = self.model
                 self.num_steps = steps_of(self.model)
                 losses._has_replicas = num_replicas(self.model) > 1
                 losses._see_begin(self.model, self.params)
@@ -284,7 +288,7 @@ class Losses:
                     losses._begun = min(losses._begun or (batch, loss), (batch, loss))
                 if not math.isfinite(loss):
                     num_steps = min(self.num_steps - (batch + 1 - end), end)
-                    losses._see_bad(_Bad(self.epoch, end, loss, name, num_steps))
+                    losses._see_bad(_Bad(self.epoch, end, loss, name, num_steps), self.trained)
 
             @guarded
             def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -317,6 +321,7 @@ class Losses:
 
     def _see_weights(self, model: Any) -> None:
         """See a model's weights before the first epoch, and at the end of each."""
+        self._narrow = of_narrow_weights(model)
         if self._first is not None or self._is_scaled:
             return
         was_told = bool(self._states.bad)
@@ -332,19 +337,16 @@ class Losses:
         self._latest = loss
         if not math.isfinite(loss):
             try:
-                self._see_bad(_Bad(0, self._num_calls, loss, name))
+                self._see_bad(_Bad(0, self._num_calls, loss, name), model)
             finally:
                 self._look_at(model, "after it")
 
-    def _see_bad(self, found: _Bad) -> None:
+    def _see_bad(self, found: _Bad, model: Any) -> None:
         is_first, self._first = self._first is None, min(self._first or found, found)
         if self._first is found:
-            before, self._origin = (
-                self._origin,
-                self._origin_of(self._num_seen(found)),
-            )
-            self._is_earlier = bool(before)
-        cures = self._swapped or self.batch.text or _CURES
+            self._origin = self._origin_of(self._num_seen(found))
+            self._is_earlier, self._narrow = not is_first, of_narrow_weights(model)
+        cures = self._swapped or self.batch.text or self._of_eps or _CURES
         if is_first and not self._cause and not voice.tell(f"{found}. {cures}", *self._origin):
             self._advice = f" {cures}"
         if self._may_stop:
@@ -353,6 +355,12 @@ class Losses:
     def _num_seen(self, bad: _Bad) -> int:
         """The number of a step whose loss is not finite."""
         return self._num_steps + bad.batch * bool(bad.epoch)
+
+    @property
+    def _of_eps(self) -> str:
+        """What the optimizer's eps may have done; empty if the loss is bad before a step."""
+        has_begun = self._begun is not None and math.isfinite(self._begun[1])
+        return self._narrow if has_begun else ""
 
     @property
     def _cause(self) -> str:
@@ -382,10 +390,11 @@ class Losses:
         after = f"after {count:,} {of}{'s' * (count != 1)} of {where}"
         found = None if self.gradients is None else self.gradients.finding
         if self._first is not None:
-            first = f"{self._first}, the first that is not finite{self._weights}"
+            later = ", though Keras told a later one before" * self._is_earlier
+            first = f"{self._first}, the first that is not finite{later}{self._weights}"
             lines = self._origin if self._advice or self._is_earlier else []
             mistake = f" {found.text}" if found else ""
-            why = self._cause or self._advice or f" {self._swapped}".rstrip()
+            why = self._cause or self._advice or f" {self._swapped or self._of_eps}".rstrip()
             voice.conclude(f"{after}: {first}.{why}{mistake}", *lines)
         elif count and not self._is_scaled:
             advice = self._said_of_finite(found)
@@ -415,7 +424,8 @@ class Losses:
             return ""
         first = self._begun[1]
         if self._latest > ROSE * abs(first):
-            return "If they should have fallen, lower the learning rate, and scale inputs."
+            lower = "lower the learning rate, and scale inputs."
+            return self._of_eps or f"If they should have fallen, {lower}"
         if self._num_steps < LONG or self._latest < first - FELL * abs(first):
             return ""
         return "If they should have fallen, look at the learning rate, inputs and targets."
@@ -488,11 +498,13 @@ class FitWatch:
             )
             verdict = judge(evidence)
             self.cause = verdict.findings[0].cause
-            if text := of_labels(model, replay.batch, located):  # no clamp helps
-                self.cause = f"{self.cause} {text}"
-                voice.note(f"step watched: {self.cause}")
-            else:
-                voice.note(f"step watched: {verdict.text}")
+            text, narrow = of_labels(model, replay.batch, located), ""
+            if self._num_steps > 1:  # else no step has changed the weights
+                narrow = of_narrow_weights(model)
+            is_seen = not text and not (narrow and located.line is None)  # else no clamp helps
+            said = [verdict.text if is_seen else self.cause, text or narrow]
+            self.cause = " ".join(filter(None, [self.cause, text or narrow]))
+            voice.note(f"step watched: {' '.join(filter(None, said))}")
             show_source_of(located.line)
         elif self._num_steps == self._step:
             voice.note("step watched: no operation made an Inf or NaN")
