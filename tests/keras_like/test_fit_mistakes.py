@@ -1,6 +1,7 @@
 """What ``gradscaler run`` says of ``fit`` though its losses are finite, or of its loss function."""
 
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -138,7 +139,60 @@ def test_weights_that_all_stay_are_told_and_a_loss_that_stands(said, rate):
         model.compile(keras.optimizers.SGD(rate), "mse")
         fit(model, epochs=1)
 
-    assert ("No weight has changed" in said(train)) is (rate == 0)
+    text = said(train)
+    assert ("The learning rate is 0 from step 1 on (epoch 1), so nothing" in text) is (rate == 0)
+
+
+def until(epochs):
+    def rate(epoch, rate):
+        return 0.01 if epoch < epochs else 0.0
+
+    return keras.callbacks.LearningRateScheduler(rate)
+
+
+@pytest.mark.parametrize("epochs", [1, 7])
+def test_a_schedule_that_makes_the_rate_0_is_named_unless_it_ends_there(said, epochs):
+    def train():
+        model = small()
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        model.fit(INPUTS, TARGETS, 16, 8, verbose=0, callbacks=[until(epochs)])
+
+    text = said(train)
+    if epochs == 7:  # the last epoch of eight
+        assert "learning rate" not in text
+        return
+    told = "is 0 from step 5 on (epoch 2), so nothing moves in 28 of 32 steps:"
+    assert told in text
+    line = f"{Path(__file__).name}:{until.__code__.co_firstlineno + 1}"
+    assert "LearningRateScheduler, by rate() at " in text
+    assert f"{line}, makes it 0." in text
+
+
+@pytest.mark.parametrize("steps", [5, 20])
+def test_a_rate_that_falls_to_0_before_the_last_epochs_is_told_and_not_one_that_ends_there(
+    said, steps
+):
+    def train():
+        model = small()
+        rate = keras.optimizers.schedules.PolynomialDecay(0.01, steps, 0.0)
+        model.compile(keras.optimizers.SGD(rate), "mse")
+        model.fit(INPUTS, TARGETS, 16, 5, verbose=0)
+
+    text = said(train)
+    assert ("The learning rate is 0 from step 9 on (epoch 3)" in text) is (steps == 5)
+    assert ("PolynomialDecay makes it 0." in text) is (steps == 5)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.01])
+def test_calls_at_a_rate_of_0_are_told(said, rate):
+    def train():
+        model = small()
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        for each in range(8):
+            model.optimizer.learning_rate = 0.01 if each < 2 else rate
+            model.train_on_batch(INPUTS, TARGETS)
+
+    assert ("The learning rate is 0 from step" in said(train)) is (rate == 0)
 
 
 def test_a_loss_that_stands_is_told(said):

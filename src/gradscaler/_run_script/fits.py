@@ -7,7 +7,7 @@ import atexit
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -18,6 +18,7 @@ from gradscaler._run_script.files import RunFiles
 from gradscaler._run_script.fit_data import FirstBatch
 from gradscaler._run_script.fit_gradients import FitGradients, may_keep_gradients
 from gradscaler._run_script.fit_losses import broadcast, of_labels, of_logits, swapped
+from gradscaler._run_script.fit_rates import FitRates
 from gradscaler._run_script.fit_weights import FitWeights
 from gradscaler._run_script.narrow_weights import of_narrow_weights
 from gradscaler._run_script.options import MOST_RUNS, STOPPED
@@ -86,8 +87,9 @@ class Fits:
 
         @wraps(initialize)
         def initialized(own: Any, callbacks: Any = None, *args: Any, **kwargs: Any) -> None:
-            ours = callbacks_for(kwargs.get("model")) or []
-            initialize(own, [*flatten(callbacks or []), *ours], *args, **kwargs)
+            users = flatten(callbacks or [])
+            ours = callbacks_for(kwargs.get("model"), users) or []
+            initialize(own, [*users, *ours], *args, **kwargs)
 
         @wraps(train)
         def trained(own: Any, *args: Any, **kwargs: Any) -> Any:
@@ -134,12 +136,14 @@ class Fits:
         atexit.unregister(self._end)
         self._is_over = True
 
-    def _callbacks_for(self, model: Any) -> list[Any]:
+    def _callbacks_for(self, model: Any, users: Sequence[Any] = ()) -> list[Any]:
         optimizer = getattr(model, "optimizer", None)
         if optimizer is None or self._is_over or os.getpid() != self._process:
             return []
         if optimizer not in self._losses and len(self._to_end) < MOST_RUNS:
             attempt(partial(self._begin, optimizer, model))
+        if optimizer in self._losses:
+            self._losses[optimizer].users = users
         of = self._gradients, self._batches, self._losses, self._scaled, self._watched
         runs = [each.get(optimizer) for each in of]
         callbacks = [run.callback() for run in runs if run is not None]
@@ -247,7 +251,8 @@ class Losses:
         self._begun: tuple[int, float] | None = None  # the first batch of epoch 1, and its loss
         self._latest: float | None = None  # the mean loss of the latest epoch
         self.gradients: FitGradients | None = None  # which a step of the model's own may keep
-        self.batch, self._states = FirstBatch(), FitWeights()
+        self.batch, self._states, self._rates = FirstBatch(), FitWeights(), FitRates()
+        self.users: Sequence[Any] = ()  # the callbacks of the user's
         self._swapped = self._of_logits = self._broadcast = (
             ""  # mistakes in the loss that compile() was given
         )
@@ -273,6 +278,7 @@ class Losses:
             def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
                 losses._num_epochs += 1
                 self.epoch, self.steps = epoch + 1, 0
+                losses._rates.begin(self.model.optimizer)
 
             @guarded
             def on_train_batch_end(self, batch: int | None, logs: Any = None) -> None:
@@ -292,6 +298,8 @@ class Losses:
 
             @guarded
             def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+                first, where = losses._num_steps + 1, f" (epoch {self.epoch})"
+                losses._rates.end(self.model.optimizer, losses.users, first, where)
                 losses._num_steps += self.steps
                 if logs and "loss" in logs:
                     losses._latest = float(np.mean(logs["loss"]))
@@ -335,6 +343,8 @@ class Losses:
         self._num_steps += 1
         self._begun = self._begun or (0, loss)
         self._latest = loss
+        self._rates.end(model.optimizer, (), self._num_steps)
+        self._rates.begin(model.optimizer)  # of the next call
         if not math.isfinite(loss):
             try:
                 self._see_bad(_Bad(0, self._num_calls, loss, name), model)
@@ -413,7 +423,8 @@ class Losses:
             return " ".join(filter(None, [self._states.bad, self.batch.text]))
         hint = self._if_not_fallen
         causes = [found.text if found else "", self._of_logits, self._broadcast]
-        causes += [self._states.still(self._num_steps)]
+        rates, states = self._rates.still(self._num_steps), self._states.still(self._num_steps)
+        causes += [rates or states]
         causes += [self._swapped] if hint else []
         return " ".join(filter(None, causes)) or hint
 
