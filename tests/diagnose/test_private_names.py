@@ -43,6 +43,8 @@ ALLOWED = {
     "_foreach_norm",  # one pass over many tensors, as in PyTorch's own clipping
     "_id",  # the number of a tensor or a handle in TensorFlow, which no other gets
     "_gradient_function",  # TensorFlow's function whose frame holds the operation of a gradient
+    "_TRANSPILER",  # TensorFlow's AutoGraph, which keeps the lines of what it converted in there
+    "_cache",
     "_rng",  # TensorFlow's generator of operations' seeds, and the seed; both have a setter alone
     "_seed",
     "_value",  # of a variable in Keras, which `fit` empties on JAX

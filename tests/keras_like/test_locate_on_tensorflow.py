@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from gradscaler.diagnose import locate
+from gradscaler.diagnose._graph.autograph import written_at
 from gradscaler.diagnose._monitor.replay import _is_on_host
 from tests.support.keras_like import BACKEND, LossScaleOptimizer, keras
 
@@ -278,3 +279,30 @@ def test_numbers_that_no_operation_made_are_those_of_the_batch(model):
 
     found = locate(model, lambda: loss_of(model(INPUTS)))
     assert (found.kind, found.operation) == ("input", "mul")
+
+
+class Converted:
+    """Its methods are converted by AutoGraph, as `tf.function` binds one of them."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def loss(self, y):
+        if tf.reduce_sum(y) > -1e9:  # which AutoGraph makes a function of
+            y = y * 0
+            y = tf.math.log(y)
+        return tf.reduce_mean(y)
+
+    @tf.function
+    def step(self):
+        with tf.GradientTape() as tape:
+            loss = self.loss(self.model(INPUTS, training=True))
+        return loss, tape.gradient(loss, self.model.trainable_variables)
+
+
+def test_a_line_of_converted_code_is_that_of_the_user_s_file(model):
+    converted = Converted(model)  # its bound method does not keep it
+    found = locate(model, converted.step)
+    assert named(found) == ("forward", "log", line_of(Converted.loss, 3))
+    assert written_at(__file__, 7) == (__file__, 7)
+    assert written_at("/tmp/__autograph_generated_file1.py", 7)[1] == 7

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from gradscaler._notebook import shell
 from gradscaler.diagnose._graph import stand_ins
+from gradscaler.diagnose._graph.autograph import written_at
 from gradscaler.diagnose._operations.operation import Role
 from gradscaler.diagnose._operations.rows import canonical, names_with
 
@@ -127,7 +128,7 @@ def users_line(frames: Iterable[tuple[str, int]]) -> str | None:
 
     The frames are innermost first. A line of an installed package has the user's beside it.
     """
-    calls = (Frame(file, number, "") for file, number in frames)
+    calls = (Frame(*written_at(file, number), "") for file, number in frames)
     first = next((each for each in calls if _whose(each.file) == "user"), None)
     return None if first is None else _with_caller(first, calls)
 
