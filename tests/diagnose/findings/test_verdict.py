@@ -254,6 +254,28 @@ def test_gradients_that_overflow_at_the_smallest_scale_name_the_operation():
     assert "look there for a division by 0" in found.text
 
 
+@pytest.mark.parametrize("scale", [1.0, 2.0**19])
+@pytest.mark.parametrize(
+    ("name", "operation", "num_nan", "is_nan"),
+    [
+        ("tf_keras", "log", 0, True),  # its slope has a pole
+        ("tf_keras", "log_softmax", 3, True),
+        ("tf_keras", "matmul", 3, False),  # which a lower scale may cure
+        ("torch", "log", 3, False),
+    ],
+)
+def test_what_a_replay_without_a_scale_shows_is_no_overflow(
+    name, operation, num_nan, is_nan, scale
+):
+    """A replay is of the unscaled loss, where others see a step at its scale."""
+    located = replace(slope_of(operation), num_nan=num_nan)
+    skips = tuple(replace(skip, nonfinite=None) for skip in streak(first=scale))
+    stuck = replace(STUCK, framework=framework_named(name, {}), located=located, skips=skips)
+    found = judge(stuck)
+    assert (found.kind == "nan") is is_nan
+    assert ("Divide the loss" in found.text) is not is_nan
+
+
 @pytest.mark.parametrize(
     ("operation", "words"),
     [("matmul", "A sum of products leaves float16"), ("gelu", "Compute the loss in float32 (out")],

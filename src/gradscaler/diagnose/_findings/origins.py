@@ -18,7 +18,7 @@ from gradscaler.diagnose._findings.case import Case, Outcome
 from gradscaler.diagnose._findings.evidence import STATISTICS, Evidence
 from gradscaler.diagnose._findings.nan_skips import is_nan
 from gradscaler.diagnose._operations.operation import Role
-from gradscaler.diagnose._operations.rows import names_with
+from gradscaler.diagnose._operations.rows import names_with, row_of
 from gradscaler.diagnose._record.events import Event
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.located import (
@@ -353,12 +353,9 @@ def gradient(case: Case) -> Finding | None:
     where = name_it = ""
     what, name = "NaN", case.last.nan if case.failures else None
     if case.outcome is Outcome.IN_A_ROW and evidence.has_scaler:
-        if (name := _always_nan(case, located)) is None:
+        if (name := _always_nan(case, located)) is None and not _fails_unscaled(case):
             return None
-        scale = case.last.scale
-        where = (
-            " at every loss scale" if scale <= 1 else f" and none is Inf at a scale of {scale:g}"
-        )
+        where = _at_scales(name, case.last.scale)
         finder = "" if at_line(located) else evidence.framework.finder
         name_it = finder and f"; {finder} names the operation"
     elif name is None and is_unscaled and case.last.nonfinite:
@@ -404,6 +401,27 @@ def _always_nan(case: Case, located: Located | None) -> str | None:
     if name is None and located is not None and of_gradient(located) is not None:
         name = case.last.nan if case.last.scale <= 1 else None
     return name
+
+
+def _at_scales(name: str | None, scale: float) -> str:
+    """At which loss scales a gradient is NaN, the smallest of which is given."""
+    if scale <= 1:
+        return " at every loss scale"
+    return "" if name is None else f" and none is Inf at a scale of {scale:g}"
+
+
+def _fails_unscaled(case: Case) -> bool:
+    """Whether a gradient was seen to fail without a loss scale, as a replay has none.
+
+    It is NaN there, or Inf by an operation whose slope has a pole, which no lower scale moves.
+    """
+    found = case.backward
+    if found is None or found.is_likely or not case.evidence.framework.is_recorded:
+        return False
+    row = row_of(found.operation or "")
+    is_pole = found.num_nan > 0 or (row is not None and bool(row.steep_at))
+    is_known = is_pole and of_gradient(found) is not None
+    return is_known and not (case.is_elsewhere or case.has_large_loss)
 
 
 def _nan_in_all(case: Case) -> str | None:
