@@ -208,3 +208,74 @@ def test_an_error_in_a_compiled_function_names_no_frame_of_ours(said):
     train()
     said(train)
     assert texts[0] == texts[1]
+
+
+def by_numpy(outputs):
+    return tf.convert_to_tensor(np.square(np.array(outputs)).mean())
+
+
+def by_argmax(outputs):
+    return tf.reduce_mean(tf.cast(tf.argmax(outputs), tf.float32))
+
+
+def by_method(outputs):
+    return tf.constant(float(outputs.numpy().mean()))
+
+
+def without_cut(outputs):
+    return tf.reduce_mean(outputs**2) * np.float32(0.5) * np.prod((2, 3))
+
+
+CUTS = {by_numpy: "np.array at", by_argmax: "tf.argmax at", by_method: "outputs.numpy at"}
+
+
+class Trainer:
+    def __init__(self, loss_of, optimizer):
+        self.loss_of, self.optimizer = loss_of, optimizer
+        self.weight = tf.Variable(tf.ones((4, 1)), name="weight")
+
+    def loss(self, x):
+        return self.loss_of(x @ self.weight)
+
+    def step(self):
+        with tf.GradientTape() as tape:
+            loss = self.loss(tf.constant(INPUTS))
+        gradients = tape.gradient(loss, [self.weight])
+        self.optimizer.apply_gradients([(gradients[0], self.weight)])
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize("loss_of", [*CUTS, without_cut])
+def test_the_call_that_cuts_all_gradients_off_is_named_before_the_error(said, loss_of, is_compiled):
+    if is_compiled and loss_of in (by_numpy, by_method):
+        return  # TensorFlow's own error comes first
+
+    def train():
+        trainer = Trainer(loss_of, tf_keras.optimizers.SGD(0.01))
+        step = tf.function(trainer.step) if is_compiled else trainer.step
+        if loss_of is without_cut:
+            step()
+            return
+        with pytest.raises(ValueError, match="No gradients provided"):
+            step()
+
+    text = said(train)
+    if loss_of is without_cut:
+        assert "No gradient of" not in text
+        return
+    assert "No gradient of weight exists, so the optimizer cannot step" in text
+    line = loss_of.__code__.co_firstlineno + 1
+    assert f"{CUTS[loss_of]} " in text
+    assert f"test_step_shapes.py:{line} passes no gradient on" in text
+
+
+def test_gradients_that_are_none_outside_of_the_tape_are_told(said):
+    def train():
+        weight, optimizer = tf.Variable(1.0), tf_keras.optimizers.SGD(0.01)
+        with tf.GradientTape() as tape:
+            pass
+        loss = weight * 2
+        with pytest.raises(ValueError, match="No gradients provided"):
+            optimizer.apply_gradients([(tape.gradient(loss, weight), weight)])
+
+    assert "Compute the loss under the tape, by operations of TensorFlow alone." in said(train)

@@ -21,8 +21,8 @@ Operation = Any
 _DIFFERENCES = {"Sub": "sub", "SquaredDifference": "squared_difference"}
 _RESHAPES = {"Reshape", "ExpandDims", "StridedSlice"}  # the code means a column by them
 # Operations that pass no gradient on; the first ones are the likelier to be meant.
-_PASS_NONE = {"StopGradient": "stop_gradient", "Round": "round", "Rint": "rint", "Sign": "sign"}
-_PASS_NONE |= {"Floor": "floor", "Ceil": "ceil", "ArgMax": "argmax"}
+PASS_NONE = {"StopGradient": "stop_gradient", "Round": "round", "Rint": "rint", "Sign": "sign"}
+PASS_NONE |= {"Floor": "floor", "Ceil": "ceil", "ArgMax": "argmax"}
 _MOST = 2_000  # operations of a loss, or of a step, that are looked at
 # Where a loss in a graph of `fit` compares each output with each target, by a variable that it
 # takes the gradient of.
@@ -93,8 +93,8 @@ class EarlyStep:
     @property
     def passes_none(self) -> str:
         """An operation that passes no gradient on, and its line; empty if none ran."""
-        found = [each for each in _PASS_NONE if each in self._passes_none]
-        return f"{_PASS_NONE[found[0]]} at {self._passes_none[found[0]]}" if found else ""
+        found = [each for each in PASS_NONE if each in self._passes_none]
+        return f"{PASS_NONE[found[0]]} at {self._passes_none[found[0]]}" if found else ""
 
     def see_gradient(self) -> None:
         """See that a gradient is taken, which ends a forward pass."""
@@ -134,7 +134,7 @@ class EarlyStep:
     def _look(self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         if name in _RESHAPES:
             self._reshaped |= {each._id for each in outputs}
-        elif name in _PASS_NONE:
+        elif name in PASS_NONE:
             self._passes_none.setdefault(name, str(_line()))
         elif name in _DIFFERENCES and not self.broadcast:
             sizes = _sizes([(list(each.shape), each._id in self._reshaped) for each in inputs])

@@ -13,6 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from gradscaler._run_script.after_init import after_init
+from gradscaler._run_script.cut_gradients import cut_under_tape, told_of_none
 from gradscaler._run_script.runs import Runs
 from gradscaler._run_script.step_shapes import EarlyStep, broadcast_in, in_fit
 from gradscaler._run_script.tape_steps import (
@@ -79,6 +80,8 @@ class TapeLoops:
         self._scaled_losses: dict[int, Any] = {}  # the latest, by the id of what scaled it
         self._undivided: dict[int, list[Any]] = {}  # its gradients, by the same
         self._early = EarlyStep()
+        self._cut, self._has_told_of_none = "", False  # of gradients that are all None
+        self._num_looks_for_cut = FEW_SAMPLES
 
     def start(self) -> None:
         """Watch this process from now on, unless Keras has another backend."""
@@ -174,6 +177,10 @@ class TapeLoops:
                 del self._scaled_losses[key]
                 self._undivided[key] = tensorflow().nest.flatten(made)
         first = sources[0] if isinstance(sources, (list, tuple)) and sources else sources
+        is_cut = all(each is None for each in tensorflow().nest.flatten(made))
+        if is_cut and self._num_looks_for_cut:
+            self._num_looks_for_cut -= 1  # an optimizer may never get them
+            self._cut = cut_under_tape()
         if not hasattr(first, "assign"):  # of an input, as for a penalty
             return
         if not _is_eager():
@@ -195,6 +202,9 @@ class TapeLoops:
         if is_inner or self._runs.is_off or self._is_unseen(optimizer):
             return
         pairs = _pairs(optimizer, method, args, kwargs)
+        if not any(gradient is not None for gradient, _ in pairs):
+            self._tell_of_none([variable for _, variable in pairs])
+        pairs = [each for each in pairs if each[0] is not None]
         scaled = {id(each) for each in self._undivided.pop(id(optimizer), [])}
         undivided[optimizer] = any(id(gradient) in scaled for gradient, _ in pairs)
         trained = [variable for _, variable in pairs]
@@ -237,6 +247,12 @@ class TapeLoops:
                 "To have them watched, train on one, with all of the batch."
             )
         return is_unseen
+
+    def _tell_of_none(self, variables: Sequence[Variable]) -> None:
+        """Say once that an optimizer gets no gradient, which is an error."""
+        if variables and not (self._has_told_of_none or self._is_in_fit()):
+            self._has_told_of_none = True
+            voice.note(told_of_none(variables, self._cut))
 
     def _after_step(self, optimizer: Optimizer) -> None:
         self._stepping -= 1
@@ -369,12 +385,12 @@ def _kept(given: Any) -> Any:
 
 
 def _pairs(optimizer: Optimizer, method: str, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
-    """The gradients that are given to an optimizer, each with its variable."""
+    """The gradients that are given to an optimizer, each with its variable; some may be None."""
     given = args[0] if args else next(iter(kwargs.values()))
     if method == "apply":
         variables = args[1] if len(args) > 1 else kwargs.get("trainable_variables")
         given = zip(given, variables or optimizer._trainable_variables, strict=False)
-    return [(gradient, variable) for gradient, variable in given if gradient is not None]
+    return list(given)
 
 
 def _divides(optimizer: Optimizer, method: str) -> bool:
