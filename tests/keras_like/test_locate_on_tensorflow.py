@@ -306,3 +306,21 @@ def test_a_line_of_converted_code_is_that_of_the_user_s_file(model):
     assert named(found) == ("forward", "log", line_of(Converted.loss, 3))
     assert written_at(__file__, 7) == (__file__, 7)
     assert written_at("/tmp/__autograph_generated_file1.py", 7)[1] == 7
+
+
+@pytest.mark.parametrize("row", [1, None])
+def test_a_nan_that_a_max_pool_hides_is_that_of_the_batch(row):
+    images = np.ones((4, 4, 4, 1), np.float32)
+    if row is not None:
+        images[row] = np.nan
+    kernel, last = tf.Variable(tf.ones((1, 1, 1, 1))), tf.Variable(tf.ones((1, 1, 1, 2)))
+    pooling = keras.Sequential([keras.Input((4, 4, 1)), keras.layers.MaxPooling2D()])
+
+    def closure():
+        with tf.GradientTape() as tape:
+            pooled = pooling(tf.nn.conv2d(images, kernel, 1, "SAME"))
+            loss = tf.reduce_mean(tf.nn.conv2d(pooled, last, 1, "SAME") * -4.0)
+        return loss, tape.gradient(loss, [kernel, last])
+
+    found = locate(pooling, closure)
+    assert (found and (found.kind, found.rows)) == (row and ("input", "row 1 of 4"))

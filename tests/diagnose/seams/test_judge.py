@@ -3,6 +3,7 @@
 from inspect import currentframe
 
 import numpy as np
+import pytest
 
 from gradscaler.diagnose._graph.site import Site
 from gradscaler.diagnose._seams.judge import Judge, Owned
@@ -42,6 +43,39 @@ def test_a_parameter_and_a_batch_are_given():
     judge = Judge({}, [Owned(weight, "head", "Linear", "weight")])
     judge.end_in([run(judge, LOG, np.log, np.float32([[1], [np.nan], [1]]))])
     assert (judge.located.kind, judge.located.rows) == ("input", "row 1 of 3")
+
+
+LOWEST = np.finfo(np.float32).min
+
+
+def hidden(x):
+    """The maxima of columns, of which one starts at the lowest number, as NaN is not larger."""
+    return np.nanmax(x, axis=0, initial=LOWEST)
+
+
+def filled(x):
+    return np.where(np.isnan(x), LOWEST, x)[0]
+
+
+@pytest.mark.parametrize(
+    ("operation", "function", "batch", "is_bad"),
+    [
+        ("max_pool", hidden, [[np.nan, 1]], True),
+        ("where", filled, [[np.nan, 1]], False),  # as a mask is meant
+        ("max_pool", hidden, [[LOWEST, 1]], False),
+        ("max_pool", hidden, [[np.nan, 1], [3, 1]], False),
+    ],
+)
+def test_a_nan_that_a_maximum_hides_is_followed(operation, function, batch, is_bad):
+    judge = Judge({}, [])
+    pooled = run(judge, Site(operation, "train.py:5"), function, np.float32(batch))
+    made = run(judge, Site("mul", "train.py:6"), np.multiply, pooled, np.float32([-4, 4]))
+    judge.end_in([made])
+    located = judge.located
+    if is_bad:
+        assert (located.kind, located.line) == ("input", "train.py:5")
+    else:
+        assert located is None or (located.kind, located.line) == ("forward", "train.py:6")
 
 
 def test_a_parameter_is_told_from_what_had_its_memory_before():

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gradscaler.diagnose._gradients.arrays import to_numpy
+from gradscaler.diagnose._gradients.arrays import dtype_name, to_numpy
 from gradscaler.diagnose._gradients.reading import (
     Reading,
     Tensor,
@@ -26,11 +26,13 @@ from gradscaler.diagnose._graph.masks import ADDS_UP, ARITHMETIC, FILLS, TAKES_M
 from gradscaler.diagnose._graph.site import Site, exponent_in, located_at
 from gradscaler.diagnose._operations.operation import Role
 from gradscaler.diagnose._operations.rows import canonical, names_with, row_of
+from gradscaler.diagnose._record.formats import FORMATS
 from gradscaler.diagnose._record.located import BadGradient, Located
 
 DIVIDES = names_with(Role.DIVIDES)
 TAKES_NUMBERS = DIVIDES | {"pow"}  # a number in the code decides: a divisor, an exponent
 MOVES = names_with(Role.MOVES)
+_OF_MAXIMA = "max_pool", "reduce_max", "max"  # how the names begin of what may hide a NaN
 
 Pass = Literal["forward", "backward"]
 
@@ -77,6 +79,7 @@ class Judge:
             self.add(each)
         # Only tensors with an Inf, NaN or -inf. They are kept, so that no other has their identity.
         self._origins: dict[int, tuple[Tensor, Located]] = {}
+        self._hidden = set[int]()  # those of them that are finite, as what made them hides a NaN
         self._reached: list[Located] = []
 
     @property
@@ -132,6 +135,14 @@ class Judge:
         for output in outputs:
             value = self._made(site, kind, inputs, values, output)
             key = self._identity(output)
+            is_behind = bool(self._hidden) and any(
+                self._identity(each) in self._hidden for each in inputs
+            )
+            self._hidden.discard(key)
+            if value.origin is None and _may_hide(site, output, is_behind):
+                bad = (each.origin for each in values if each.reading.state == "bad")
+                value = Value(Reading("bad"), next(filter(None, bad), None))
+                self._hidden |= {key} if value.origin is not None else set()
             if value.origin is not None:
                 self._origins[key] = output, value.origin
             elif key in self._origins and not read(self._origins[key][0]).bad:
@@ -204,7 +215,8 @@ class Judge:
     def _value(self, tensor: Tensor, site: Site) -> Value[Located]:
         reading = read(tensor)
         if not reading.bad:
-            return Value(reading)
+            is_hidden = self._identity(tensor) in self._hidden
+            return Value(Reading("bad"), self.origin_of(tensor)) if is_hidden else Value(reading)
         owned = self._parameters.get(self._identity(tensor))
         # Another tensor may have had a parameter's memory before it.
         origin = None if owned and owned.tensor is tensor else self.origin_of(tensor)
@@ -266,6 +278,20 @@ class JudgedSeam:
     def located(self) -> Located | None:
         """The first Inf or NaN that reached a result, or the gradient of a leaf; or None."""
         return self._judge.located
+
+
+def _may_hide(site: Site, output: Tensor, is_behind: bool) -> bool:
+    """Whether an operation may have hidden a NaN, as TensorFlow's max-pool does on a CPU.
+
+    It begins at the most negative number of the dtype, and no NaN is larger. What is still huge
+    behind such an operation hides it, too.
+    """
+    form = FORMATS.get(dtype_name(output))
+    if form is None:
+        return False
+    if (site.operation or "").startswith(_OF_MAXIMA):
+        return bool((to_numpy(output) == -form.largest).any())
+    return is_behind and read(output).largest > math.sqrt(form.largest)
 
 
 def smallest(tensor: Tensor, reading: Reading) -> float | None:
