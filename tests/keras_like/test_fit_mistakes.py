@@ -143,6 +143,25 @@ def test_weights_that_all_stay_are_told_and_a_loss_that_stands(said, rate):
     assert ("The learning rate is 0 from step 1 on (epoch 1), so nothing" in text) is (rate == 0)
 
 
+@pytest.mark.parametrize("activation", ["relu", "ReLU", None])
+@pytest.mark.parametrize("bias", [-9.0, 9.0])
+def test_a_last_layer_whose_relu_gives_nothing_but_0_is_named(said, activation, bias):
+    def train():
+        bias_of = keras.initializers.Constant(bias)
+        last = layers.Dense(
+            1, activation if activation == "relu" else None, bias_initializer=bias_of
+        )
+        own = [keras.Input((4,)), last, *([layers.ReLU()] * (activation == "ReLU"))]
+        model = keras.Sequential(own)
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        fit(model)
+
+    text = said(train)
+    is_dead = activation is not None and bias < 0
+    assert ("the last layer, gives 0 for all inputs" in text) is is_dead
+    assert ("No weight has changed" in text) is is_dead
+
+
 def until(epochs):
     def rate(epoch, rate):
         return 0.01 if epoch < epochs else 0.0

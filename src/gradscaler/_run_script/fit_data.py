@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gradscaler._run_script.fit_losses import ends_in_relu
 from gradscaler.diagnose._gradients.arrays import to_numpy
 from gradscaler.diagnose._gradients.reading import read
 from gradscaler.diagnose._graph.guard import guarded
@@ -17,6 +18,7 @@ from gradscaler.diagnose._seams.keras import package_of
 
 _PARTS = "batch", "labels", "sample weights"
 _MOST_COLUMNS = 3  # that are named
+_FEW_ROWS = 8
 
 
 class FirstBatch:
@@ -25,11 +27,13 @@ class FirstBatch:
     Attributes:
         text: what it holds that is not finite, and what to do; empty if all is finite.
         labels: the shape of its labels; None if it has none, or several.
+        inputs: a few of its rows, where the model ends in a ReLU and takes one array; else None.
     """
 
     def __init__(self) -> None:
         self.text, self._is_seen = "", False
         self.labels: tuple[int, ...] | None = None
+        self.inputs: NDArray[Any] | None = None
 
     def callback(self, kind: Any) -> Any:
         """A callback, of a class of Keras, that gets the first batch before its step."""
@@ -66,6 +70,9 @@ class FirstBatch:
         parts = package.utils.unpack_x_y_sample_weight(batch)
         if hasattr(parts[1], "shape"):
             self.labels = tuple(parts[1].shape)
+        if ends_in_relu(model):
+            given = list(_arrays_in(package, parts[0]))
+            self.inputs = given[0][:_FEW_ROWS].copy() if len(given) == 1 else None
         self.text = _bad_in(package, parts)
 
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradscaler._run_script.step_shapes import in_fit
 from gradscaler.diagnose._gradients.arrays import to_numpy
@@ -137,6 +138,26 @@ def of_logits(model: Model) -> str:
         "which it clips to 0 and 1: there, they have no gradient. Pass from_logits=True to the "
         f'loss, or activation="{maker}" to {layer.name}.'
     )
+
+
+def ends_in_relu(model: Model) -> bool:
+    """Whether a ReLU makes the only output of a model."""
+    layer = _last_layer(model)
+    names = _activation_of(layer), type(layer).__name__.lower()
+    return layer is not None and not {"relu", "relu6"}.isdisjoint(names)
+
+
+def dead_output(model: Model, inputs: NDArray[Any] | None) -> str:
+    """What says that a model's last ReLU gives 0 for all of some inputs; empty if it does not."""
+    with suppress(Exception), unnoticed():  # code of the user's runs in it
+        if inputs is not None and not to_numpy(model(inputs, training=False)).any():
+            name = _last_layer(model).name
+            return (
+                f"No weight has changed: the ReLU of {name}, the last layer, gives 0 for all "
+                "inputs that were looked at. It has a slope of 0 there, so that all gradients are "
+                "0. Leave out the activation of the last layer, or begin with other weights."
+            )
+    return ""
 
 
 def _is_of_keras(loss: Callable[..., Any]) -> bool:

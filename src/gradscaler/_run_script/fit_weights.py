@@ -60,6 +60,11 @@ class FitWeights:
             self._moved.add(key)
             del self._before[key]
 
+    @property
+    def have_stood(self) -> bool:
+        """Whether no trainable weight has changed."""
+        return bool(self._stood) and not self._moved
+
     def still(self, num_steps: int) -> str:
         """What says that trainable weights have not changed; empty if all have."""
         stood = self._stood & self._trainable
@@ -72,7 +77,7 @@ class FitWeights:
                 "call compile() again after trainable is changed, as the step was made without "
                 "them."
             )
-        if not self._moved:
+        if self.have_stood:
             return (
                 "No weight has changed: look at the learning rate, which may be 0, and at what "
                 "keeps the loss from the weights."

@@ -17,7 +17,7 @@ import numpy as np
 from gradscaler._run_script.files import RunFiles
 from gradscaler._run_script.fit_data import FirstBatch
 from gradscaler._run_script.fit_gradients import FitGradients, may_keep_gradients
-from gradscaler._run_script.fit_losses import broadcast, of_labels, of_logits, swapped
+from gradscaler._run_script.fit_losses import broadcast, dead_output, of_labels, of_logits, swapped
 from gradscaler._run_script.fit_rates import FitRates
 from gradscaler._run_script.fit_weights import FitWeights
 from gradscaler._run_script.narrow_weights import of_narrow_weights
@@ -256,6 +256,7 @@ class Losses:
         self._swapped = self._of_logits = self._broadcast = (
             ""  # mistakes in the loss that compile() was given
         )
+        self._dead = ""  # that the last layer gives nothing but 0
 
     def callback(self) -> Any:
         """A callback that looks at the loss after each batch, which is on the host then."""
@@ -334,6 +335,8 @@ class Losses:
             return
         was_told = bool(self._states.bad)
         self._states.see(model, self._num_epochs)
+        if self._states.have_stood and self.batch.inputs is not None:
+            self._dead, self.batch.inputs = dead_output(model, self.batch.inputs), None
         if self._states.bad and not was_told:
             voice.tell(" ".join(filter(None, [self._states.bad, self.batch.text])))
 
@@ -424,7 +427,7 @@ class Losses:
         hint = self._if_not_fallen
         causes = [found.text if found else "", self._of_logits, self._broadcast]
         rates, states = self._rates.still(self._num_steps), self._states.still(self._num_steps)
-        causes += [rates or states]
+        causes += [rates or (states and self._dead) or states]
         causes += [self._swapped] if hint else []
         return " ".join(filter(None, causes)) or hint
 
