@@ -279,3 +279,26 @@ def test_gradients_that_are_none_outside_of_the_tape_are_told(said):
             optimizer.apply_gradients([(tape.gradient(loss, weight), weight)])
 
     assert "Compute the loss under the tape, by operations of TensorFlow alone." in said(train)
+
+
+@pytest.mark.parametrize("is_returned", [True, False])
+def test_two_optimizers_of_a_compiled_step_have_a_loss_each(said, is_returned):
+    def train():
+        weights = [tf.Variable(tf.ones((4, 1)) * n, name=f"w{n}") for n in (1.0, 2.0)]
+        optimizers = [tf_keras.optimizers.SGD(0.01) for _ in weights]
+
+        @tf.function
+        def step(x):
+            with tf.GradientTape(persistent=True) as tape:
+                losses = [tf.reduce_mean((x @ each) ** 2) for each in weights]
+            for loss, each, optimizer in zip(losses, weights, optimizers):  # noqa: B905 # traced
+                optimizer.apply_gradients([(tape.gradient(loss, each), each)])
+            return (losses[1], losses[0]) if is_returned else tf.constant(0)
+
+        for _ in range(30):
+            step(tf.constant(INPUTS))
+
+    text = said(train)
+    first = [float(np.mean((INPUTS @ np.full((4, 1), n, "float32")) ** 2)) for n in (1, 2)]
+    for loss in first:
+        assert (f"the loss went from {loss:.4g}"[:-1] in text) is is_returned

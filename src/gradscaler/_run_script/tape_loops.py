@@ -190,6 +190,7 @@ class TapeLoops:
                 in_fit[first] = broadcast
             else:
                 called.takes_gradient = True
+                called.targets[id(first)] = target
                 called.broadcast = called.broadcast or broadcast
         elif hasattr(target, "dtype"):
             self._early.see_gradient()
@@ -300,7 +301,9 @@ class TapeLoops:
             )
             if loop is None or loop.run is None:
                 continue
-            loss = loss_in(call.results) if len(called.steps) == 1 else None
+            loss = None if loop.is_scaled else called.loss_of(variables, call.results)
+            if loss is None and len(called.steps) == 1:
+                loss = loss_in(call.results)
             if loop.is_scaled:
                 self._record(loop, loss, None, call)
             else:

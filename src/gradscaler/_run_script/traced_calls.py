@@ -41,6 +41,7 @@ class Traced:
         takes_gradient: whether it takes a gradient by variables.
         broadcast: where its loss compares each output with each target; empty if nowhere.
         has_replicas: whether several replicas step in it.
+        targets: what gradients were taken of, in its graph, by the first variable's id.
         before: how many steps each optimizer had taken before its second call.
     """
 
@@ -48,6 +49,7 @@ class Traced:
     takes_gradient: bool = False
     broadcast: str = ""
     has_replicas: bool = False
+    targets: dict[int, Tensor] = field(default_factory=dict)
     before: list[int] | None = None
     _is_known: bool = False  # whether a call takes several steps
 
@@ -55,6 +57,19 @@ class Traced:
     def num_applied(self) -> list[int]:
         """How many steps each optimizer has taken."""
         return [int(each.iterations.numpy()) for each, _ in self.steps.values()]
+
+    def loss_of(self, variables: Sequence[Variable], results: Any) -> Tensor | None:
+        """The loss among its results that the gradients of variables were taken of, if returned."""
+        target = None if not variables else self.targets.get(id(variables[0]))
+        if target is None or target.shape.rank:
+            return None
+        flatten = tensorflow().nest.flatten
+        made = flatten(getattr(target.graph, "structured_outputs", None))
+        leaves = flatten(results)
+        if len(made) != len(leaves):
+            return None
+        pairs = zip(made, leaves, strict=True)
+        return next((leaf for each, leaf in pairs if _returns(each, target)), None)
 
     def note_loop(self, function: Function) -> None:
         """Say once if a call takes several steps, as that of a loop over a dataset does."""
@@ -183,6 +198,12 @@ def loss_in(results: Any) -> Tensor | None:
     if named or len(numbers) == 1:
         return next(iter(numbers), None)
     return next((each for each in numbers if not math.isfinite(each)), None)
+
+
+def _returns(output: Any, target: Tensor) -> bool:
+    """Whether an output of a graph is a tensor of it, or a copy."""
+    inputs = [] if getattr(output, "op", None) is None else list(output.op.inputs)
+    return output is target or (len(inputs) == 1 and inputs[0] is target)
 
 
 def do_nothing() -> None:
