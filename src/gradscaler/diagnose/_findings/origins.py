@@ -182,14 +182,14 @@ def large_numbers(case: Case) -> Finding | None:
     """A forward pass that overflows after losses that were very large from the first step on."""
     located, losses = case.located, [step.loss for step in case.past]
     first = next((loss for loss in losses if loss is not None), 0.0)
-    if (
-        case.is_skipped
-        or located is None
-        or not isinstance(located, Made)
-        or not LARGE_FROM_THE_START <= first < math.inf
-    ):
+    is_made = located is None or isinstance(located, Made)
+    if case.is_skipped or not is_made or not LARGE_FROM_THE_START <= first < math.inf:
         return None
-    if located.enlarged_by is not None:  # an exponential did that
+    if located is None:
+        last = case.last.loss
+        if last is None or math.isfinite(last):
+            return None
+    elif located.enlarged_by is not None:  # an exponential did that
         return None
     so = case.with_numbers(case.outcome.of_forward)
     return Finding(
@@ -199,8 +199,8 @@ def large_numbers(case: Case) -> Finding | None:
         "Look at inputs that are not normalized, and at the first weights (those of a recurrent "
         "layer multiply at each time step: use a smaller gain); use a normalization layer, and "
         "clip gradients.",
-        located.module or None,
-        located.line,
+        located.module or None if located else None,
+        located.line if located else None,
     )
 
 
