@@ -542,6 +542,7 @@ def of_loss_graphs():
         "across",
         "linear",
         "constant",
+        "counted",
         "graphless",
         "broadcast",
         "unregistered",

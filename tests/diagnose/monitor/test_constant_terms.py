@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
 line_with = lines_marked_in(__file__)
 KL = nn.KLDivLoss(log_target=True, reduction="batchmean")
 LABELS = torch.arange(8) % 3
+TRUTH = functional.one_hot(LABELS, 3).float()
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +77,58 @@ def used(out, teacher):
     return sum([functional.cross_entropy(out, LABELS), 2 * functional.mse_loss(out, teacher)])
 
 
+class Dice(nn.Module):
+    def forward(self, out):
+        chosen = (out.sigmoid() > 0.5).float()  # dice
+        return 1 - 2 * (chosen * TRUTH).sum() / (chosen.sum() + TRUTH.sum() + 1)
+
+
+def dice(out, teacher):
+    return Dice()(out) + functional.cross_entropy(out, LABELS)
+
+
+def accuracy(out, teacher):
+    _, chosen = out.max(1)  # accuracy
+    wrong = (chosen != LABELS).float().mean()
+    return sum([functional.cross_entropy(out, LABELS), 0.1 * wrong])
+
+
+def indices(out, teacher):
+    chosen = out.argmax(dim=1)  # indices
+    return functional.cross_entropy(out, LABELS) + (chosen - LABELS).double().pow(2).mean() / 3
+
+
+def shown(out, teacher):
+    (out.argmax(1) == LABELS).float().mean()
+    return functional.cross_entropy(out, LABELS) + 1.0
+
+
+def masked(out, teacher):
+    chosen = (out > 0).float()
+    return functional.cross_entropy(out, LABELS) + (out * chosen).sum() / (chosen.sum() + 1) + 1.0
+
+
+def straight_through(out, teacher):
+    gates = (out > 0).float() + out - out.detach()
+    return functional.cross_entropy(out, LABELS) + 0.1 * gates.sum()
+
+
+def one_gate(out, teacher):
+    soft = out.sigmoid().mean()
+    gate = (soft > 0.5).float() - soft.detach() + soft
+    return functional.cross_entropy(out, LABELS) + 0.1 * gate
+
+
+def a_critic(out, teacher):
+    reward = (out.argmax() == 0).float()
+    return -(out.log_softmax(1)[0, 0] * (reward - out.mean())) + 1.0
+
+
+def started(out, teacher):
+    total = torch.zeros_like(out.sum(), dtype=torch.int64)
+    return total + functional.cross_entropy(out, LABELS)
+
+
 def trained(loss_of, path=None, scaler=None, is_watched=True):
     """The verdict on twelve steps, and the weights after them."""
     torch.manual_seed(0)
@@ -112,7 +165,29 @@ def test_what_is_only_logged_or_a_number_or_meant_is_not(loss_of):
     assert trained(loss_of)[0].kind == "normal"
 
 
-@pytest.mark.parametrize("loss_of", [weighted, listed, logged, used])
+@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize("loss_of", [dice, accuracy, indices])
+def test_a_term_of_a_comparison_or_of_indices_is_named(loss_of, is_scaled, path):
+    scaler = GradScaler("cpu", init_scale=8.0) if is_scaled else None
+    verdict, _ = trained(loss_of, path, scaler)
+    line = line_with(loss_of.__name__)
+    found = next(each for each in verdict.findings if each.line == line)
+    assert (found.kind, found.is_certain) == ("misuse", False)
+    assert f"at {line}, and no gradient passes a comparison" in found.cause
+    assert read_run(path).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [shown, masked, straight_through, one_gate, a_critic, started],
+    ids=lambda f: f.__name__,
+)
+def test_what_is_shown_or_a_mask_or_straight_through_is_not(loss_of):
+    found = trained(loss_of)[0].findings
+    assert not [each for each in found if "no gradient passes" in each.cause]
+
+
+@pytest.mark.parametrize("loss_of", [weighted, listed, logged, used, dice])
 def test_the_search_changes_no_bit(loss_of):
     watched, alone = trained(loss_of)[1], trained(loss_of, is_watched=False)[1]
     assert all(map(torch.equal, watched, alone))

@@ -180,6 +180,16 @@ constant = _at_a_place(
     "twice; if its inputs are frozen on purpose, leave it out.",
     is_certain=False,
 )
+counted = _at_a_place(
+    Phase.LOSS,
+    Event.COUNTED,
+    "misuse",
+    "The loss adds a term that is computed from the result of {place}, and no gradient passes a "
+    "comparison, an argmax or a cast to integers: that term changes no weight, whatever its value.",
+    "Compute it from the probabilities themselves (a soft Dice or count), without the threshold; if "
+    "it is only to be shown, leave it out of the loss.",
+    is_certain=False,
+)
 unregistered = _at_a_place(
     Phase.MISUSE,
     Event.UNREGISTERED,

@@ -74,9 +74,21 @@ class Reading(NamedTuple):
 
 def floating(kind: type[Any], value: object) -> Iterator[Tensor]:
     """The floating-point and complex tensors in a structure; ``kind`` is their class."""
+    return (each for each in _tensors(kind, value) if _is_floating(each))
+
+
+def counting(kind: type[Any], value: object) -> Iterator[Tensor]:
+    """The other tensors in a structure, of integers or booleans."""
+    return (each for each in _tensors(kind, value) if not _is_floating(each))
+
+
+def _is_floating(tensor: Tensor) -> bool:
+    return bool(tensor.is_floating_point() or tensor.is_complex())
+
+
+def _tensors(kind: type[Any], value: object) -> Iterator[Tensor]:
     if isinstance(value, kind):
-        if value.is_floating_point() or value.is_complex():
-            yield value
+        yield value
         return
     if isinstance(value, Mapping):
         value = value.values()
@@ -85,7 +97,7 @@ def floating(kind: type[Any], value: object) -> Iterator[Tensor]:
     elif not isinstance(value, (list, tuple)):
         return
     for item in value:
-        yield from floating(kind, item)
+        yield from _tensors(kind, item)
 
 
 def read(array: Array) -> Reading:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from gradscaler.diagnose._gradients.reading import (
     Reading,
     Tensor,
+    counting,
     floating,
     nonfinite_numbers,
     read,
@@ -46,6 +47,7 @@ class Call:
         args: its positional arguments.
         kwargs: its other arguments.
         outputs: the floating-point tensors that it makes or changes.
+        counts: the tensors of integers and booleans that it makes.
         before: the readings of ``inputs`` before the call, if it may change one; else None.
         frame: the frame that called it.
     """
@@ -58,13 +60,16 @@ class Call:
         self.changes_inputs = self.is_in_place or "out" in kwargs
         self.args, self.kwargs = args, kwargs
         self.outputs: list[Tensor] = []
+        self.counts: list[Tensor] = []
         self.before = list(map(read, self.inputs)) if self.changes_inputs else None
 
     def end(self, outputs: object) -> None:
         """Note what it returned."""
         from torch import Tensor
 
-        self.outputs = list(floating(Tensor, self.args[:1] if self.is_in_place else outputs))
+        made = self.args[:1] if self.is_in_place else outputs
+        self.outputs = list(floating(Tensor, made))
+        self.counts = list(counting(Tensor, made))
 
     @cached_property
     def inputs(self) -> list[Tensor]:
@@ -74,6 +79,13 @@ class Call:
         args = self.args[bool(_OVERWRITES.match(self.name)) :]
         given = [value for key, value in self.kwargs.items() if key != "out"]
         return list(floating(Tensor, (args, given)))
+
+    @cached_property
+    def counts_read(self) -> list[Tensor]:
+        """The tensors of integers and booleans that it reads."""
+        from torch import Tensor
+
+        return list(counting(Tensor, (self.args, list(self.kwargs.values()))))
 
     @property
     def numbers(self) -> list[NDArray[Any]]:

@@ -66,7 +66,8 @@ def adders_of(node: Node) -> Iterator[Node]:
         is_adder = operation in _ADDS | _STACKS
         if is_adder:
             yield node
-        if is_adder or operation in (*_WEIGHS, "sum", "mean") or is_form(node):
+        is_weighed = operation in _WEIGHS and len(below) - below.count(None) == 1
+        if is_adder or is_weighed or operation in ("sum", "mean") or is_form(node):
             waiting += below
 
 

@@ -145,8 +145,9 @@ class EagerObserver(StepSource):
         calls = self._graphs.ungraphed
         if calls.gradients.readers and (place := calls.gradients.found_in(loss)):
             self._note_term(iteration, Event.GRAPHLESS, place)
-        elif calls.terms.added and (place := calls.terms.found_in(loss)):
-            self._note_term(iteration, Event.CONSTANT, place)
+        elif calls.terms.added and (term := calls.terms.found_in(loss)):
+            event = Event.COUNTED if term.is_counted else Event.CONSTANT
+            self._note_term(iteration, event, term.place)
         elif iteration.scaled.adds_a_constant or iteration.scaled.has_inputs:
             calls.seek_term()
 

@@ -85,6 +85,8 @@ class Event(Enum):
     CUT = "cut", "scaled_losses", "loss_graphs"  # a ReLU makes its logits
     LINEAR = "linear", "scaled_losses", "loss_graphs"  # kl_div takes probabilities for logarithms
     CONSTANT = "constant", "observer", "loss_graphs"  # its term depends on nothing that is trained
+    # Its term is computed from integers or booleans that are made of what is trained: at that call.
+    COUNTED = "counted", "observer", "loss_graphs"
     # It reads the result of autograd.grad(), which has no graph: at that call.
     GRAPHLESS = "graphless", "observer", "loss_graphs"
     ACROSS = "across", "scaled_losses", "loss_graphs"  # log-probabilities over the batch
