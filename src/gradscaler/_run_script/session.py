@@ -107,6 +107,9 @@ class Session(Runs, backward_calls.BackwardListener):
         on_stop.callback(unfit_states.forget)
         load = new_optimizers.noting_rates(Optimizer.load_state_dict)
         replace(Optimizer, "load_state_dict", load)
+        for kind in (LRScheduler, *LRScheduler.__subclasses__()):
+            if load := vars(kind).get("load_state_dict"):
+                replace(kind, "load_state_dict", new_optimizers.noting_progress(load))
         replace(DataLoader, "__iter__", loaders.noting(DataLoader.__iter__))
         on_stop.callback(loaders.forget)
         if any(map(is_theirs, in_memory(torch.amp.GradScaler))):

@@ -37,6 +37,7 @@ INF = NonfiniteGradient("fc.weight", (2,), "float32", 2, 0, 1.0)
 LOG = Located(None, "forward", "", "float32", 1, 0, 8, 1.0, 255.0, operation="log", line="a.py:7")
 
 
+LOADED = {"events": Events().after({"loaded": 1, "loaded a.py:7": 1})}
 CALLS = "step", "backward", "clip", "eval", "schedule", "optimizer"
 LINES = Optimizers(lines={call: f"{call}.py:7" for call in CALLS})
 
@@ -472,6 +473,14 @@ def of_learning():
             ],
         ),
         (
+            "The weights were loaded at a.py:7",
+            [told([0.5] + [0.58] * 5 + [0.3] * 60, **LOADED)],
+            [
+                told([0.5] + [0.57] * 5 + [0.3] * 60, **LOADED),
+                told([0.5] + [0.58] * 5 + [0.3] * 60),
+            ],
+        ),
+        (
             "the outputs do not depend on them any more",
             [told([2.0] * 20 + [1.0, 1.0, 1.0, 0.9] * 25), told([95.0] * 20 + [1.0] * 120)],
             [
@@ -851,6 +860,12 @@ def of_optimizers():
             "moves the learning rate from 1 to 9 ... at schedule.py:7, too; ... "
             "line='schedule.py:7', steps=(), count=0, is_certain=False",
             [at("rescheduled", "1 to 9")],
+            [counted(9)],
+        ),
+        (
+            "has loaded the state of an earlier run (at a.py:7), and its optimizer has none ... "
+            "line='a.py:7', steps=(), count=0, is_certain=False",
+            [at("forgotten", "a.py:7")],
             [counted(9)],
         ),
         (

@@ -15,6 +15,7 @@ from gradscaler.diagnose import Monitor
 from gradscaler.diagnose._monitor import new_optimizers
 from gradscaler.torch import GradScaler
 from tests.support.marked_lines import lines_marked_in
+from tests.support.steps import take_step
 
 line_with = lines_marked_in(__file__)
 pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
@@ -254,3 +255,39 @@ def test_a_schedule_that_is_made_in_between_sets_its_first_rate_though_it_is_loa
             optimizer.step()
     assert [each.kind for each in told] == (["restart"] if rate is None else [])
     assert rate is not None or "from 0.01 to 0.1. Load" in told[0].text
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "are_loaded", "is_told"),
+    [
+        (torch.optim.AdamW, ("schedule",), True),
+        (torch.optim.AdamW, ("schedule", "optimizer"), False),
+        (torch.optim.AdamW, (), False),  # it begins anew
+        (torch.optim.SGD, ("schedule",), False),  # it has nothing to lose
+    ],
+)
+def test_a_schedule_that_goes_on_with_an_optimizer_that_begins_anew_is_told(
+    monkeypatch, kind, are_loaded, is_told, is_scaled
+):
+    load = new_optimizers.noting_rates(torch.optim.Optimizer.load_state_dict)
+    monkeypatch.setattr(torch.optim.Optimizer, "load_state_dict", load)
+    schedules = torch.optim.lr_scheduler.LambdaLR
+    load = new_optimizers.noting_progress(schedules.load_state_dict)
+    monkeypatch.setattr(schedules, "load_state_dict", load)
+    scaler = GradScaler("cpu", init_scale=2.0**4) if is_scaled else None
+    net, told, states = nn.Linear(4, 2), [], {}
+    for part in (1, 2):
+        optimizer = kind(net.parameters(), lr=1e-3)
+        held = {"optimizer": optimizer, "schedule": schedules(optimizer, lambda _: 1.0)}
+        for name in are_loaded if states else ():
+            held[name].load_state_dict(states[name])  # it goes on
+        with Monitor(scaler, net, tell=told.append):
+            for _ in range(20):
+                optimizer.zero_grad()
+                take_step(net(torch.randn(8, 4)).square().mean(), optimizer, scaler)
+                held["schedule"].step()
+        states = {name: each.state_dict() for name, each in held.items()}
+        assert part == 2 or told == []
+    found = [each for each in told if each.kind == "restart" and "has loaded" in each.cause]
+    assert [each.line for each in found] == [line_with("it goes on")] * is_told

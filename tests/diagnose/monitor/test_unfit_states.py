@@ -11,6 +11,7 @@ from torch import nn
 
 from gradscaler.diagnose import Monitor
 from gradscaler.diagnose._monitor import unfit_states
+from gradscaler.diagnose._monitor.by_identity import ByIdentity
 from tests.support.marked_lines import lines_marked_in
 
 pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
@@ -23,6 +24,7 @@ def model(monkeypatch):
     monkeypatch.setattr(nn.Module, "load_state_dict", load)
     monkeypatch.setattr(unfit_states, "places", [])
     monkeypatch.setattr(unfit_states, "copies", [])
+    monkeypatch.setattr(unfit_states, "whole", ByIdentity())
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
 
 
@@ -92,3 +94,30 @@ def test_copies_of_a_model_and_one_before_training_are_not_told(model):
         nn.ReLU().load_state_dict({})
 
     assert train(model, after) == []
+
+
+@pytest.mark.parametrize(
+    ("of", "kind", "is_whole", "is_told"),
+    [
+        ("model", torch.optim.Adam, True, True),
+        ("model", torch.optim.Adam, False, False),  # the head is new
+        ("teacher", torch.optim.Adam, True, False),
+        ("model", torch.optim.SGD, True, False),  # which keeps no state
+    ],
+)
+def test_weights_that_were_loaded_are_named_where_the_loss_rises_at_once(
+    model, of, kind, is_whole, is_told
+):
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    _ = None if is_whole else state.pop("1.bias")
+    loaded = {"model": model, "teacher": copy.deepcopy(model)}[of]
+    loaded.load_state_dict(state, strict=is_whole)  # all of it
+    optimizer = kind(model.parameters(), lr=1e-4)
+    with Monitor(model=model, tell=[].append) as monitor:
+        for step in range(60):
+            target = 2.0 if 0 < step < 8 else 1.0
+            optimizer.zero_grad()
+            (model(torch.randn(8, 4)).tanh().mean() / 100 + target).backward()
+            optimizer.step()
+    line = line_with("all of it")
+    assert (f"The weights were loaded at {line}" in str(monitor.verdict)) is is_told

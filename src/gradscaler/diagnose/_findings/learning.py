@@ -11,6 +11,7 @@ from gradscaler.diagnose._record.events import Event, Events
 from gradscaler.diagnose._record.lines import ParameterSample
 from gradscaler.diagnose._record.thresholds import (
     CLIMBED,
+    CLIMBED_LOADED,
     CLIPPED_AWAY,
     EARLY,
     EXPLODED,
@@ -106,7 +107,7 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
     has_fallen = fmean(values[-LATE:]) < usual - FELL * abs(usual)
     may_stand = has_fallen and not evidence.way.is_smooth
     rise = _rose_again(losses, usual) or (_stands(losses) if may_stand else "")
-    if rise := rise or (_climbed(losses) if is_whole else ""):
+    if rise := rise or (_climbed(losses, evidence) if is_whole else ""):
         return f"{judged}; {rise}"
     is_short = evidence.steps < (FEW_CALLS if values[-1] == first else LONG)
     if is_short and (_has_risen(values) or _is_as_at_first(values[-1], first)):
@@ -183,17 +184,26 @@ def _rose_again(losses: Sequence[tuple[int, float]], usual: float) -> str:
     )
 
 
-def _climbed(losses: Sequence[tuple[int, float]]) -> str:
+def _climbed(losses: Sequence[tuple[int, float]], evidence: Evidence) -> str:
     """A clause on a loss that left a low value at once, and came back; empty if it has not."""
     first, *values = [loss for _, loss in losses[: LATE + 1]]
     means = [fmean(values[at : at + SOON]) for at in range(len(values) - SOON + 1)]
+    if not means or first <= 0:
+        return ""
+    rose = f"it was {means[0]:g} on average in the {SOON} steps after the first"
+    if evidence.events.count(Event.LOADED) and CLIMBED_LOADED * first < means[0]:
+        line = evidence.events.place(Event.LOADED)
+        return (
+            f"{rose}. The weights were loaded{f' at {line}' * bool(line)}, and the optimizer began "
+            "without a state: if they are of an earlier run, load the states of its optimizer and "
+            "schedule, too; else warm the learning rate up."
+        )
     # Where it goes on climbing, what it asks for changes: rewards that begin, a harder task.
-    if not means or means[0] < max(means) or not 0 < CLIMBED * first < means[0]:
+    if means[0] < max(means) or not CLIMBED * first < means[0]:
         return ""
     return (
-        f"it was {means[0]:g} on average in the {SOON} steps after the first. If weights were "
-        "loaded, load the states of their optimizer and its schedule, too; else warm the learning "
-        "rate up, unless what the loss asks for changes there."
+        f"{rose}. If weights were loaded, load the states of their optimizer and its schedule, "
+        "too; else warm the learning rate up, unless what the loss asks for changes there."
     )
 
 

@@ -186,8 +186,8 @@ counted = _at_a_place(
     "misuse",
     "The loss adds a term that is computed from the result of {place}, and no gradient passes a "
     "comparison, an argmax or a cast to integers: that term changes no weight, whatever its value.",
-    "Compute it from the probabilities themselves (a soft Dice or count), without the threshold; if "
-    "it is only to be shown, leave it out of the loss.",
+    "Compute it from the probabilities themselves (a soft Dice or count), without the threshold; "
+    "if it is only to be shown, leave it out of the loss.",
     is_certain=False,
 )
 unregistered = _at_a_place(

@@ -204,6 +204,24 @@ def rescheduled(evidence: Evidence) -> Finding | None:
     )
 
 
+@detector(Phase.RESTART, at_bad_step=Role.BESIDE)
+def forgotten(evidence: Evidence) -> Finding | None:
+    """An optimizer that begins anew, though its schedule has the state of an earlier run."""
+    if not evidence.events.count(Event.FORGOTTEN):
+        return None
+    line = evidence.events.place(Event.FORGOTTEN)
+    at = f" (at {line})" if line else ""
+    return Finding(
+        "restart",
+        f"The schedule has loaded the state of an earlier run{at}, and its optimizer has none: its "
+        "moments begin at 0, so the first steps may undo what was learned.",
+        "Save optimizer.state_dict() with the model and the schedule, and load it where they are "
+        "loaded.",
+        line=line or None,
+        is_certain=False,
+    )
+
+
 @detector(Phase.MISUSE)
 def faded(evidence: Evidence) -> Finding | None:
     """Learning rates that fell to almost 0 in the first quarter of a run, or in 100 steps."""

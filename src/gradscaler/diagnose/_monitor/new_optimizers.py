@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import currentframe
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -20,6 +22,35 @@ rates = ByIdentity[Sequence[float]]()
 """The learning rates of each that loaded a state, before a new schedule set others."""
 first_rates = ByIdentity[Sequence[float]]()
 """Those at which the schedule of that state began; empty if it had none."""
+
+
+continued = ByIdentity[str]()
+"""The line, which may be empty, that loaded the state of a schedule of each, which goes on."""
+
+
+def noting_progress(load: Callable[..., Any]) -> Any:
+    """A function in place of ``load_state_dict`` of a schedule's class, which it calls."""
+    note = guarded(_note_progress)
+
+    @in_place_of(load)
+    def seen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = load(self, *args, **kwargs)
+        note(self, currentframe())
+        return found
+
+    return seen
+
+
+def _note_progress(schedule: Any, frame: FrameType | None) -> None:
+    """Note a schedule that has counted steps, in the call of a frame."""
+    if getattr(schedule, "last_epoch", 0) > 0:
+        continued[schedule.optimizer] = _line_around(frame)
+
+
+def _line_around(frame: FrameType | None) -> str:
+    """The user's line in the calls from a frame on; empty if there is none."""
+    calls = ((each.f_code.co_filename, number) for each, number in walk_stack(frame))
+    return users_line(calls) or ""
 
 
 def noting_rates(load: Callable[..., Any]) -> Any:
@@ -42,11 +73,7 @@ def _note_rates(optimizer: Any) -> None:
 
 def note_made(made: Any, frame: FrameType | None) -> None:
     """Note the line that makes an optimizer or a schedule, from a frame of that call on."""
-    frames = []
-    while frame is not None:
-        frames.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    line = users_line(frames)
+    line = _line_around(frame)
     if _shares_groups(made):
         own, others = made.defaults.get("lr"), rates_of(made)
         if isinstance(own, (int, float)) and others and own not in others:

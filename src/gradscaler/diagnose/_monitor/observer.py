@@ -19,8 +19,9 @@ from gradscaler.diagnose._graph.hooks import OneCallHooks, weakly
 from gradscaler.diagnose._graph.lines import Line
 from gradscaler.diagnose._graph.watch import GraphWatch
 from gradscaler.diagnose._locate.locate import is_locating
-from gradscaler.diagnose._monitor import loaders, unfit_states
+from gradscaler.diagnose._monitor import loaders, new_optimizers, unfit_states
 from gradscaler.diagnose._monitor.backward_graph import CutOff, listen
+from gradscaler.diagnose._monitor.by_identity import ByIdentity
 from gradscaler.diagnose._monitor.engine_scaler import EngineScaler
 from gradscaler.diagnose._monitor.failure_watch import FailureWatch
 from gradscaler.diagnose._monitor.gradient_sample import measure
@@ -29,7 +30,7 @@ from gradscaler.diagnose._monitor.iterations import Iteration, Iterations
 from gradscaler.diagnose._monitor.learning_rates import LearningRates
 from gradscaler.diagnose._monitor.looks import Looks
 from gradscaler.diagnose._monitor.models import uncalled_in
-from gradscaler.diagnose._monitor.parameters import OptimizersParameters, has_stepped
+from gradscaler.diagnose._monitor.parameters import OptimizersParameters, has_stepped, held_by
 from gradscaler.diagnose._monitor.step_source import StepSource
 from gradscaler.diagnose._monitor.teller import StuckError
 from gradscaler.diagnose._monitor.training_mode import TrainingMode
@@ -100,6 +101,7 @@ class EagerObserver(StepSource):
         self._held = HeldParameters(self.model, self.parameters)
         self._rates = LearningRates()
         self._sees_graph = sees_operations
+        self._began_anew = ByIdentity[None]()  # optimizers that had no state before a step
         self._mode = TrainingMode(self.model if is_torch else None)
         self._updated = self.log.counts.step  # the last step whose `updating` ended
 
@@ -256,6 +258,7 @@ class EagerObserver(StepSource):
         self._iterations.note(optimizer, outcome)
         if id(optimizer) in iteration.new and optimizer.state:  # type: ignore[attr-defined]
             iteration.note(Event.RENEWED)
+            self._note_loaded(iteration, optimizer)
         if iteration.is_sampled:
             if self._graphs is not None:
                 self._looks.after_step(optimizer, iteration.number)
@@ -270,6 +273,18 @@ class EagerObserver(StepSource):
             if self._graphs is not None and outcome.nonfinite:
                 bad = {id(named[each.name]) for each in outcome.nonfinite}
                 self._graphs.gradients.note(bad, {id(p) for p in named.values()} - bad)
+
+    def _note_loaded(self, iteration: Iteration, optimizer: object) -> None:
+        """Note what was loaded, in the first step of an optimizer, which has a state only now."""
+        if optimizer in new_optimizers.rates or optimizer in self._began_anew:
+            return
+        self._began_anew[optimizer] = None
+        if optimizer in new_optimizers.continued:
+            iteration.note(Event.FORGOTTEN)
+            iteration.note(Event.FORGOTTEN, new_optimizers.continued.get(optimizer, ""))
+        if (line := unfit_states.loaded_among(held_by(optimizer))) is not None:
+            iteration.note(Event.LOADED)
+            iteration.note(Event.LOADED, line)
 
     def _note_idle(self, optimizer: object, count: int) -> None:
         """Note a step without a gradient, the optimizer's latest of so many from the start."""

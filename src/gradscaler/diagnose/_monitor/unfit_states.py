@@ -1,11 +1,12 @@
-"""Calls of PyTorch's ``load_state_dict()`` that load nothing.
+"""Calls of PyTorch's ``load_state_dict()`` that load nothing, or all.
 
-No key fits, which ``strict=False`` lets pass, or the state is made of the module's own tensors.
+Nothing is loaded if no key fits, which ``strict=False`` lets pass, or if the state is made of the
+module's own tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from inspect import currentframe
 from traceback import walk_stack
@@ -15,11 +16,14 @@ from typing import Any
 from gradscaler.diagnose._graph.call_site import users_line
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.stand_ins import in_place_of
+from gradscaler.diagnose._monitor.by_identity import ByIdentity
 
 places: list[str] = []
 """Each such call until an observer notes it, as ``"2 keys (such as a, not b) at train.py:3"``."""
 copies: list[str] = []
 """The line, which may be empty, of each that copies a module onto itself, likewise."""
+whole = ByIdentity[str]()
+"""The line, which may be empty, that last loaded all of a module."""
 
 
 def noting(load: Callable[..., Any]) -> Any:
@@ -30,7 +34,7 @@ def noting(load: Callable[..., Any]) -> Any:
     def seen(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         is_own = _is_own(self, state_dict)
         found = load(self, state_dict, *args, **kwargs)
-        note(state_dict, found, is_own, currentframe())
+        note(self, state_dict, found, is_own, currentframe())
         return found
 
     return seen
@@ -40,6 +44,17 @@ def forget() -> None:
     """Forget the calls that no observer has noted."""
     places.clear()
     copies.clear()
+    whole.clear()
+
+
+def loaded_among(parameters: Iterable[Any]) -> str | None:
+    """The line, which may be empty, that loaded a module with one of these; None if none was."""
+    ids = {id(each) for each in parameters}
+    return next((whole.get(m, "") for m in whole if not _ids_of(m).isdisjoint(ids)), None)
+
+
+def _ids_of(module: Any) -> set[int]:
+    return {id(each) for each in module.parameters()}
 
 
 def _is_own(module: Any, state: Mapping[str, Any]) -> bool:
@@ -55,15 +70,20 @@ def _has_memory_of(parameter: Any, other: Any) -> bool:
     return bool(place and place == parameter.data_ptr())
 
 
-def _note(state: Mapping[str, Any], found: Any, is_own: bool, frame: FrameType | None) -> None:
-    """Note a call that began in this frame, if it loads nothing."""
+def _note(
+    module: Any, state: Mapping[str, Any], found: Any, is_own: bool, frame: FrameType | None
+) -> None:
+    """Note a call that began in this frame, if it loads nothing or all."""
     given, missing = list(state), found.missing_keys
     is_unfit = given and missing and set(given) <= set(found.unexpected_keys)
-    if not is_unfit and not is_own:
+    if missing and not is_unfit and not is_own:
         return
     line = users_line((each.f_code.co_filename, number) for each, number in walk_stack(frame))
     if is_own:
         copies.append(line or "")
+        return
+    if not missing:
+        whole[module] = line or ""
         return
     at = f" at {line}" if line else ""
     places.append(f"{len(given)} keys (such as {given[0]}, not {missing[0]}){at}")

@@ -53,6 +53,9 @@ class Event(Enum):
     RESCHEDULED = "rescheduled", "learning_rates", "optimizers"  # as "1e-4 to 0.1", if resumed
     # The rate that an optimizer was made with, as "lr=0.5 of SGD": its groups had that of another.
     IGNORED = "ignored", "learning_rates", "learning"
+    # It was its first step, though a schedule of its own had loaded a state: at that line.
+    FORGOTTEN = "forgotten", "observer", "optimizers"
+    LOADED = "loaded", "observer", "learning"  # and all of its weights were loaded: at that line
     RENEWED = "renewed", "observer", "optimizers"  # a step gave an optimizer its first state
     OVERWRITTEN = "overwritten", "iterations", "optimizers learning"  # weights, between two steps
     SHARED = "shared", "looks", "optimizers"  # as LOSS: it stepped another's parameters
