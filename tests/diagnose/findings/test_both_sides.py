@@ -38,6 +38,7 @@ LOG = Located(None, "forward", "", "float32", 1, 0, 8, 1.0, 255.0, operation="lo
 
 
 LOADED = {"events": Events().after({"loaded": 1, "loaded a.py:7": 1})}
+MARGIN = {"events": Events().after({"margin": 2, "margin relu": 2})}
 CALLS = "step", "backward", "clip", "eval", "schedule", "optimizer"
 LINES = Optimizers(lines={call: f"{call}.py:7" for call in CALLS})
 
@@ -378,6 +379,10 @@ def of_learning():
         known = {"sample": sampled(), "missing": (), "has_scaler": False, **more}
         return with_losses(losses, **known)
 
+    def at_margin(usual, other, **more):
+        losses = [*[usual] * 11, *[other] * 4, *[0.6] * 5] * 5
+        return told([0.9] * 20 + losses, **{**MARGIN, **more})
+
     def clipped(weight, norm, samples=2):
         found = Optimizers(weights=(1.0, weight), used=1.0)
         seen = (sampled(norm=norm, optimizers=found),) * samples
@@ -487,6 +492,24 @@ def of_learning():
                 told([2.0] * 20 + [1.0, 1.0, 0.9] * 40),
                 told([2.0] * 20 + [1.0 + 4e-6 * (n % 3) for n in range(120)]),
                 told([110.0] * 20 + [1.0] * 120),
+            ],
+        ),
+        (
+            "which may be its margin",
+            [at_margin(0.5024, 0.5024), at_margin(0.5, 0.5085)],
+            [
+                at_margin(0.503, 0.503),
+                at_margin(0.5, 0.511),
+                at_margin(0.5024, 0.5024, events=Events()),
+                at_margin(0.5024, 0.5024, events=Events().after({"margin": 1})),
+            ],
+        ),
+        (
+            "If it should have fallen, look at the learning rate",
+            [told([0.5] + [0.79] * 9 + [0.49, 0.48] * 50)],
+            [
+                told([0.5] + [0.77] * 9 + [0.49, 0.48] * 50),
+                told([0.5] + [0.79] * 9 + [0.47, 0.46] * 50),
             ],
         ),
         (
@@ -748,7 +771,13 @@ def of_optimizers():
         ),
         (
             "less than a millionth ... epochs at schedule.py:7 once ... line='schedule.py:7'",
-            [faded(20, 119), faded(300, 400), faded(20, 119, 0.0105), faded(20, 119, 1.9)],
+            [
+                faded(20, 119),
+                faded(300, 400),
+                faded(20, 119, 0.0105),
+                faded(20, 119, 1.9),
+                faded(20, 119, 0.0095, switched=60),  # the loss of another optimizer
+            ],
             [
                 faded(20, 120),
                 faded(19, 60),
@@ -880,6 +909,16 @@ def of_optimizers():
             "is_certain=False",
             [counted(9, {"optimizers": replace(LINES, unscaled=("a",))})],
             [counted(9)],
+        ),
+        (
+            "never called, in 9 backward passes, so no weight has moved, and scheduler.step() "
+            "moves none ... Call optimizer.step() of the optimizer that is made at a.py:7 after "
+            "the backward pass, and then scheduler.step(). ... line='a.py:7'",
+            [counted(0, **{"untaken": 9, "untaken scheduled a.py:7": 9})],
+            [
+                counted(0, **{"untaken": 9, "untaken alone a.py:7": 9}),
+                counted(1, **{"untaken": 9, "untaken scheduled a.py:7": 9}),
+            ],
         ),
         (
             "cause='10 losses were scaled ... count=10",
@@ -1024,6 +1063,14 @@ def of_evidence():
     def in_turns(steps, switched):
         return with_losses([1.0] * steps, events=Events().after({"switched": switched}))
 
+    def grows(ends, others=1.0, switched=79):
+        """The losses of two optimizers, of which the first one's is NaN in step 81."""
+        losses = chain(*zip([1.0] * (40 - len(ends)) + ends, [others] * 40, strict=True))
+        events, bad = Events().after({"switched": switched}), BadStep(81, math.nan)
+        return with_losses([*losses], events=events, bad_step=bad, has_scaler=False)
+
+    rising = [60.0, 70.0, 80.0, 90.0, 100.0]
+
     def stood(*losses):
         seen = sampled(norm=1e-7, histogram=Bins(-24, (1, 9)))
         held = Optimizers(eps=2.0**-20)
@@ -1069,6 +1116,11 @@ def of_evidence():
             "as optimizers take turns",
             [in_turns(100, 25), in_turns(12, 5)],
             [in_turns(100, 24), in_turns(12, 4)],
+        ),
+        (
+            "The loss grew from 1 (step",
+            [grows(rising), grows(rising, switched=72)],
+            [grows([], 100.0), grows(rising, switched=70)],
         ),
         (
             "below the optimizer's eps",

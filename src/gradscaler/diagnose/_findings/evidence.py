@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
@@ -141,6 +141,20 @@ class Evidence:
     def takes_turns(self) -> bool:
         """Whether optimizers take turns, so that steps have one loss and then another."""
         return self.events.count(Event.SWITCHED) >= max(FEW_CALLS, MANY * self.steps)
+
+    def of_one_turn(self, past: Sequence[Step], failed: int | None = None) -> Sequence[Step]:
+        """The steps of the optimizer whose step failed, by its number or loss, if two take turns.
+
+        Each has a loss of its own, and one that is usual for the second is large beside the
+        first's. If they do not step one after the other, nobody knows whose step is which.
+        """
+        if not self.takes_turns:
+            return past
+        if self.events.count(Event.SWITCHED) < ALMOST_ALL * (self.steps - 1):
+            return ()
+        bad = (step.step for step in reversed(past) if step.has_bad_loss)
+        last = failed or next(bad, self.steps)
+        return [step for step in past if (last - step.step) % 2 == 0]
 
     @property
     def has_many_skips(self) -> bool:

@@ -10,6 +10,7 @@ from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._record.events import Event, Events
 from gradscaler.diagnose._record.lines import ParameterSample
 from gradscaler.diagnose._record.thresholds import (
+    AT_MARGIN,
     CLIMBED,
     CLIMBED_LOADED,
     CLIPPED_AWAY,
@@ -24,6 +25,8 @@ from gradscaler.diagnose._record.thresholds import (
     MANY,
     MOST,
     NEAR_CHANCE,
+    NEAR_MARGIN,
+    PEAKED,
     RAN_AWAY,
     ROSE,
     SAME_LOSS,
@@ -104,16 +107,21 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
     first = evidence.first and evidence.first.loss
     usual = fmean(values[:EARLY]) if is_whole or first is None else first
     frozen = () if evidence.optimizers is None else evidence.optimizers.frozen
-    has_fallen = fmean(values[-LATE:]) < usual - FELL * abs(usual)
+    late = fmean(values[-LATE:])
+    # From a peak back to where it began is no fall: the first step was too large.
+    is_back = first is not None and PEAKED * abs(first) < usual and _is_as_at_first(late, first)
+    has_fallen = not is_back and late < usual - FELL * abs(usual)
+    has_margin = evidence.events.count(Event.MARGIN) >= FEW_SAMPLES
     may_stand = has_fallen and not evidence.way.is_smooth
-    rise = _rose_again(losses, usual) or (_stands(losses) if may_stand else "")
+    stands = _stands(losses, has_margin) if may_stand or has_margin else ""
+    rise = _rose_again(losses, usual) or stands
     if rise := rise or (_climbed(losses, evidence) if is_whole else ""):
         return f"{judged}; {rise}"
     is_short = evidence.steps < (FEW_CALLS if values[-1] == first else LONG)
     if is_short and (_has_risen(values) or _is_as_at_first(values[-1], first)):
         steps = f"{evidence.steps} step{'s' * (evidence.steps != 1)}"
         return f"{judged}, in {steps}, too few to say whether it falls."
-    if is_short or has_fallen:
+    if (is_short and not is_back) or has_fallen:
         unless = f"{_listed(frozen)} should be trained, {_FROZEN}" if frozen else ""
         if not unless and evidence.events.count(Event.UNHELD) >= FEW_SAMPLES:
             unless = f"{evidence.events.place(Event.UNHELD)} should be trained, which {_UNHELD}"
@@ -207,21 +215,26 @@ def _climbed(losses: Sequence[tuple[int, float]], evidence: Evidence) -> str:
     )
 
 
-def _stands(losses: Sequence[tuple[int, float]]) -> str:
+def _stands(losses: Sequence[tuple[int, float]], has_margin: bool) -> str:
     """A clause on a loss that is one number in most of the latest steps; empty if it is not.
 
-    One batch that is taken whole in each step ends so once it is learned.
+    One batch that is taken whole in each step ends so once it is learned. A mean of what is beyond a
+    margin is nearly the margin, where all outputs are one point: most margins are numbers of one
+    digit.
     """
     latest = [loss for _, loss in losses[-LONG:]]
     usual = median(latest)
-    same = [loss for loss in latest if abs(loss - usual) <= SAME_LOSS * abs(usual)]
+    is_at_margin = has_margin and abs(usual - float(f"{usual:.0e}")) <= AT_MARGIN * abs(usual)
+    width = NEAR_MARGIN if is_at_margin else SAME_LOSS
+    same = [loss for loss in latest if abs(loss - usual) <= width * abs(usual)]
     is_solved = usual <= SOLVED * losses[0][1]
     if is_solved or len(latest) < LONG or len(same) < MOST * LONG:
         return ""
     return (
-        f"it was {usual:g} in {len(same)} of the latest {LONG} steps. If batches differ, the "
-        "outputs do not depend on them any more (all are one point, or beyond a limit of the "
-        "loss): lower the learning rate, and look at what the loss compares."
+        f"it was {usual:g} in {len(same)} of the latest {LONG} steps"
+        f"{', which may be its margin' * is_at_margin}. If batches differ, the outputs do not "
+        "depend on them any more (all are one point, or beyond a limit of the loss): lower the "
+        "learning rate, and look at what the loss compares."
     )
 
 

@@ -92,7 +92,8 @@ def diverged(evidence: Evidence) -> Finding | None:
 def divergence(case: Case) -> Finding | None:
     """A loss or a norm of the weights that explodes before steps that fail."""
     evidence, has_failed = case.evidence, bool(case.failures)
-    loss = explosion(case.past, in_streak=has_failed) or _explosion_at_once(case)
+    past = evidence.of_one_turn(case.past, case.last.step if has_failed else None)
+    loss = explosion(past, in_streak=has_failed) or _explosion_at_once(case, past)
     weights = _growth(case)
     if weights is None and (loss is None or _is_in_another_module(case)):
         return None  # the trained weights stand; those of a teacher may have grown
@@ -113,7 +114,7 @@ def divergence(case: Case) -> Finding | None:
         where, shown = case.located.module or None, case.located.spoken_module
         at = at_line(case.located)
     became = f"left {evidence.range}" if evidence.range else "became Inf or NaN"
-    if not case.is_skipped and loss is not None and _has_passed(loss[1], case):
+    if not case.is_skipped and loss is not None and _has_passed(loss[1], past):
         return None
     first_bad = f" (first in {shown}{at})" if shown else ""
     go = "It diverges at any scale: go" if evidence.has_scaler else "Go"
@@ -150,7 +151,8 @@ def _growth(case: Case) -> tuple[float, float] | None:
 
 def _has_left_range(evidence: Evidence) -> bool:
     """Whether the latest loss is Inf or NaN, and the finite ones before had grown up to there."""
-    finite = [step for step in evidence.past if _is_finite(step.loss)]
+    past = evidence.of_one_turn(evidence.past)
+    finite = [step for step in past if _is_finite(step.loss)]
     if len(finite) < 2 or not evidence.past[-1].has_bad_loss:
         return False
     first, (before, last) = finite[0], finite[-2:]
@@ -176,9 +178,9 @@ def _has_not_recovered(evidence: Evidence) -> bool:
     return len(skips) > FAILS_OFTEN * (skips[-1] - skips[0] + 1) and median(latest) > first
 
 
-def _has_passed(peak: Step, case: Case) -> bool:
+def _has_passed(peak: Step, past: Sequence[Step]) -> bool:
     """Whether the largest loss was a spike, as finite ones follow."""
-    after = (step.step > peak.step and _is_finite(step.loss) for step in case.past)
+    after = (step.step > peak.step and _is_finite(step.loss) for step in past)
     return sum(after) >= SOON
 
 
@@ -287,12 +289,12 @@ def explosion(past: Sequence[Step], in_streak: bool) -> tuple[Step, Step] | None
     return base, peak
 
 
-def _explosion_at_once(case: Case) -> tuple[Step, Step] | None:
+def _explosion_at_once(case: Case, past: Sequence[Step]) -> tuple[Step, Step] | None:
     """The first step and the largest later loss, if the loss exploded in a few steps and stays.
 
     In these, the large loss of a bad step is rather that of a too large step than of a bad batch.
     """
-    seen = [step for step in case.past if not step.skipped and _is_finite(step.loss)]
+    seen = [step for step in past if not step.skipped and _is_finite(step.loss)]
     if not case.is_skipped and case.last.step <= SOON and _is_finite(case.last.loss):
         seen.append(Step(case.last.step, 1.0, skipped=False, loss=case.last.loss))
     later = seen[min(SOON, len(seen) // 2) :]

@@ -231,7 +231,11 @@ def faded(evidence: Evidence) -> Finding | None:
     if count < (LATE if is_early else MOST * evidence.steps):
         return None
     begin = abs(first.loss or 0.0) if first else 0.0
-    if first is None or not losses or abs(losses[-1]) < SOLVED * begin:
+    if first is None or not losses:
+        return None
+    # Where optimizers take turns, the last loss is rather that of another one than the first.
+    losses = [first.loss or 0.0] if evidence.takes_turns else losses
+    if abs(losses[-1]) < SOLVED * begin:
         return None  # it has converged, and a schedule that waits for a plateau ends so
     if is_early and not abs(losses[-1]) <= ROSE * begin:
         return None  # the rate was lowered as the loss ran away
@@ -580,6 +584,28 @@ def summed(evidence: Evidence) -> Finding | None:
         "of all its results, such as the logits, so training makes that sum small.",
         "Pass has_aux=True, or return the loss alone.",
         count=count,
+    )
+
+
+@detector(Phase.MISUSE)
+def untaken(evidence: Evidence) -> Finding | None:
+    """Backward passes, and never a step of an optimizer."""
+    count = evidence.events.count(Event.UNTAKEN)
+    if evidence.steps or not count:
+        return None
+    kind, _, line = evidence.events.place(Event.UNTAKEN).partition(" ")
+    made = f" of the optimizer that is made at {line}" if line else ""
+    why, then = "", ""
+    if kind == "scheduled":
+        why, then = ", and scheduler.step() moves none", ", and then scheduler.step()"
+    return Finding(
+        "misuse",
+        f"optimizer.step() was never called, in {count} backward passes, so no weight has "
+        f"moved{why}.",
+        f"Call optimizer.step(){made} after the backward pass{then}.",
+        line=line or None,
+        count=count,
+        is_certain=False,
     )
 
 

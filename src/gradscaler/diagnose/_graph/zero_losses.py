@@ -48,6 +48,11 @@ def is_at_floor(node: Node) -> bool:
     return given is not None and low is not None and bool((given < low).all())
 
 
+def is_margin(node: Node) -> bool:
+    """Whether a node's operation leaves out what is beyond a margin."""
+    return aten_name(node.name()).rstrip("_") in _MARGINS
+
+
 def _cause_in(node: Node) -> tuple[str | None, list[Node]]:
     """What ends the gradients of a node's inputs, and the nodes to which it lets them pass."""
     name = aten_name(node.name()).rstrip("_")

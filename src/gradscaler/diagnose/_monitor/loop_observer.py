@@ -7,13 +7,17 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from gradscaler.diagnose._gradients.arrays import has_numbers
+import numpy as np
+from numpy.typing import NDArray
+
+from gradscaler.diagnose._gradients.arrays import has_numbers, sample_of
 from gradscaler.diagnose._gradients.reading import Tensor, inspect
 from gradscaler.diagnose._graph.call_site import Node
 from gradscaler.diagnose._graph.nodes import in_order, is_leaf, nodes_from
 from gradscaler.diagnose._graph.watch import GraphWatch
+from gradscaler.diagnose._monitor import new_optimizers
 from gradscaler.diagnose._monitor.gradient_check import (
     Glance,
     GradientCheck,
@@ -33,6 +37,7 @@ from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._record.thresholds import UNSTEPPED_LOSSES
 from gradscaler.outcome import NonfiniteGradient, StepOutcome
 
+_FEW_ELEMENTS = 16  # of a parameter; one that moves changes in these, too
 _ALL = 0  # stands for the ids of all optimizers, in a step that the script leaves out
 _RANGES = "float16", "bfloat16", "float32"  # the narrowest first
 
@@ -81,6 +86,8 @@ class LoopObserver(EagerObserver):
         self._num_roots = 0  # losses of the backward pass
         self._glance: tuple[Mapping[int, int], Glance] | None = None  # with what it was made for
         self._is_checked = False  # whether gradients were checked since the step before
+        # The last parameter with a gradient in the first backward pass, and some of its elements.
+        self._begun_with: list[tuple[Tensor, NDArray[Any]]] | None = None
         self._most_passes = 0  # the most backward passes before a step
         self._num_unstepped = 0  # backward passes after the last one
         self._changes: int | None = None  # of the parameters, up to a backward pass that failed
@@ -119,6 +126,9 @@ class LoopObserver(EagerObserver):
         """Check all gradients, and measure them if a sample is due."""
         iteration = self._iterations.latest
         self._check(iteration)
+        if self._begun_with is None:
+            used = [p for p in self._trained.values() if p.grad is not None][-1:]
+            self._begun_with = [(p, np.array(sample_of(p, _FEW_ELEMENTS))) for p in used]
         self._changes = None if self._failure is None else self._num_changes()
         if self._is_in_step and any(p.grad is not None for p in self._trained.values()):
             self._has_gradients = True
@@ -378,6 +388,8 @@ class LoopObserver(EagerObserver):
 
     def _report_last(self) -> None:
         """Report the end of the run, if the script has taken no step in it."""
+        if not self.log.num_steps and self._num_unstepped >= UNSTEPPED_LOSSES:
+            self._note_untaken()
         if self._num_unstepped >= UNSTEPPED_LOSSES * self._most_passes > 0:
             followed = f"{self._num_unstepped} calls of backward() followed"
             self.log.break_off(f"{followed}, and the script took no step")
@@ -387,6 +399,18 @@ class LoopObserver(EagerObserver):
             listed, more = bad[:MOST_NONFINITE], len(bad[MOST_NONFINITE:])
             given = last.step, last.loss, listed, more, located
             self.log.add_bad(BadStep(*given, is_left_out=True, batch=last.batch))
+
+    def _note_untaken(self) -> None:
+        """Note that no step of any optimizer came, unless something else has moved the weights."""
+        events = self._iterations.latest.events
+        if self._held.names or not self._begun_with:  # an optimizer has stepped without a gradient
+            return
+        for parameter, part in self._begun_with:
+            if not np.array_equal(part, sample_of(parameter, _FEW_ELEMENTS)):
+                return
+            place = new_optimizers.of_parameter(parameter)
+        events += [Counted(Event.UNTAKEN, at, self._num_unstepped) for at in ("", place)]
+        self.log.note_early(events)
 
     def _is_resumed(self, optimizer: object) -> bool:
         return False  # there is no scaler whose state could be missing

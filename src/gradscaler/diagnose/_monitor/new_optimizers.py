@@ -12,7 +12,7 @@ from gradscaler.diagnose._graph.call_site import users_line
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.stand_ins import in_place_of
 from gradscaler.diagnose._monitor.by_identity import ByIdentity
-from gradscaler.diagnose._monitor.parameters import numbers_of, rates_of
+from gradscaler.diagnose._monitor.parameters import held_by, numbers_of, rates_of
 
 lines = ByIdentity[str]()
 """The user's line that made each optimizer, and each schedule."""
@@ -26,6 +26,18 @@ first_rates = ByIdentity[Sequence[float]]()
 
 continued = ByIdentity[str]()
 """The line, which may be empty, that loaded the state of a schedule of each, which goes on."""
+
+
+def of_parameter(parameter: Any) -> str:
+    """The line that made a parameter's optimizer, after ``"scheduled "`` if a schedule has stepped.
+
+    Else it follows ``"alone "``, as it does where no optimizer is known.
+    """
+    held = [each for each in lines if any(p is parameter for p in held_by(each))]
+    of = [each for each in lines if any(getattr(each, "optimizer", None) is own for own in held)]
+    has_stepped = any(getattr(each, "last_epoch", 0) > 0 for each in of)
+    line = lines.get(held[-1], "") if held else ""
+    return f"{'scheduled' if has_stepped else 'alone'} {line}".rstrip()
 
 
 def noting_progress(load: Callable[..., Any]) -> Any:

@@ -22,7 +22,7 @@ from gradscaler.diagnose._graph.nodes import (
 )
 from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.summands import adds_a_constant, subtracted_in, summands_of
-from gradscaler.diagnose._graph.zero_losses import end_of, is_at_floor
+from gradscaler.diagnose._graph.zero_losses import end_of, is_at_floor, is_margin
 from gradscaler.diagnose._monitor.listed import in_lists
 from gradscaler.diagnose._operations.operation import Role
 from gradscaler.diagnose._operations.rows import names_with
@@ -80,6 +80,8 @@ class ScaledLosses:
         is_early = len(self.positive) < MOST_LOSSES
         name = "" if root is None else differentiated(root.name())
         self.chance = None if root is None else _chance(root, name)
+        if root is not None and is_margin(root):
+            self._note(Event.MARGIN, root, Line())
         if name in _NEVER_NEGATIVE and is_early:
             self.positive.append((name, alone(loss.detach())))
         for summand in summands_of(loss.grad_fn):

@@ -97,6 +97,7 @@ class Event(Enum):
     BROADCAST = "broadcast", "scaled_losses early_losses recorder", "loss_graphs"
     # An operation, at its line, that passes no gradient on, in a step that lacks some.
     PASSES_NONE = "passes_none", "recorder", "__init__"
+    MARGIN = "margin", "scaled_losses", "learning"  # it is a mean of what a relu or clamp leaves
     FLAT = "flat", "scaled_losses", "learning"  # it is behind many of sigmoid and tanh in a row
     UNHELD = "unheld", "scaled_losses", "learning"  # it depends on what no model and optimizer has
     # It depends on those in a list of the model's.
@@ -119,6 +120,9 @@ class Event(Enum):
     # The loss of such a step depends on what the optimizer lacks, or on parameters that it holds.
     ASTRAY = "astray", "observer", "calls"
     RAISED = "raised", "observer", "__init__"  # step() or unscale_() raised an error
+    # At the end: backward passes, where no step of any optimizer came and the weights stood; at
+    # "scheduled" or "alone", and the line that made the optimizer.
+    UNTAKEN = "untaken", "loop_observer", "optimizers"
     STEPLESS = "stepless", "observer", "optimizers"  # parameters moved between two scaled losses
     DISABLED = "disabled", "loop_observer", "calls"  # the scaler is; a forward pass was in float16
 

@@ -88,6 +88,11 @@ SOLVED = 0.01  # times the first loss
 # The distance from the log of the number of classes, at which a guess is. A loss that is far from
 # learned has left it: `a_cross_entropy_that_is_slow`.
 NEAR_CHANCE = 0.02
+# Times the first loss, on average in the first steps: a single batch's loss is rarely that low.
+PEAKED = 1.5
+# The distances of the usual loss from a number of one digit, and of a loss from the usual one, at
+# which embeddings that are all one point are told: their triplet loss is 0.5001 to 0.5015.
+AT_MARGIN, NEAR_MARGIN = 5e-3, 2e-2
 EARLY, LATE = 10, 20  # steps, whose mean losses are compared, as one batch's own says little
 SOME_LOSSES = 10  # losses, for a median
 END_LOSSES = 5  # at each end of a run, for a median
