@@ -204,6 +204,12 @@ def of_calls():
             ],
         ),
         (
+            "the loss does not depend on the tensors that it holds, but ... Look for detach(), "
+            "... of the optimizer (made at a.py:7) and the loss: ... Or give ... line='a.py:7'",
+            [counted(0, idle=9, **{"astray others at a.py:7": 9})],
+            [counted(0, idle=9, **{"astray parameters at a.py:7": 9})],
+        ),
+        (
             "after the step of each of several optimizers",
             [counted(20, unscaled=5), counted(20, switched=18), counted(5, switched=5)],
             [
@@ -388,6 +394,10 @@ def of_learning():
         seen = (sampled(norm=norm, optimizers=found),) * samples
         return told([2.0] * 120, optimizers=found, measured=seen)
 
+    def slow(weight, losses=(2.0,) * 120, rates=((1, 1e-6),)):
+        found = Optimizers(weights=(1.0, weight))
+        return told([*losses], optimizers=found, measured=(sampled(norm=1.0),), rates=rates)
+
     def tiny(norm, more=0.0, samples=2):
         return told([1.0, 1.0 + more] * 60, measured=(sampled(norm=norm),) * samples)
 
@@ -526,6 +536,15 @@ def of_learning():
             "gradients are clipped from a norm",
             [clipped(1.0009, 110.0)],
             [clipped(1.0011, 110.0), clipped(1.0009, 90.0), clipped(1.0009, 110.0, samples=1)],
+        ),
+        (
+            "the weights hardly move at a learning rate of 1e-06: their norm has changed by",
+            [slow(1.00009)],
+            [
+                slow(1.00011),
+                slow(1.00009, rates=()),
+                slow(1.00009, losses=[2.0] * 60 + [1.0] * 60),
+            ],
         ),
         (
             "the gradients are so small",
@@ -1135,12 +1154,18 @@ def of_evidence():
 
 
 def of___init__():
-    def bad(steps):
-        losses = [1.0] * (steps - 1) + [math.inf]
-        return with_losses(losses, bad_and_applied=1, has_scaler=False)
+    def bad(steps, then=(1.0,)):
+        losses = [*[1.0] * (steps - 1 - len(then)), math.inf, *then]
+        mean = replace(LOG, operation="mean", num_inf=0, num_nan=1, size=1, largest_input=0.0)
+        return with_losses(losses, bad_and_applied=1, has_scaler=False, watched=mean)
 
     return [
-        ("So few batches do no harm ... steps=(50,)", [bad(50)], [bad(48)]),
+        ("So few batches do no harm ... steps=(49,)", [bad(50)], [bad(48), bad(50, then=())]),
+        (
+            "In these batches, the mean of no elements is 0 / 0",
+            [bad(48), bad(50, then=())],
+            [bad(50)],
+        ),
         ("Too short to judge", [Evidence(50, 0)], [Evidence(51, 0)]),
     ]
 

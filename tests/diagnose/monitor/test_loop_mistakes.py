@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from gradscaler.diagnose import Monitor
+from gradscaler.diagnose._monitor.held_parameters import HeldParameters
+from gradscaler.diagnose._monitor.parameters import OptimizersParameters
 from gradscaler.torch import GradScaler
 from tests.support.marked_lines import lines_marked_in
 
@@ -280,6 +282,17 @@ def test_why_no_step_finds_a_gradient_is_told(make, said):
                 optimizer.zero_grad()
             optimizer.step()
     assert said in monitor.verdict.text
+
+
+@pytest.mark.parametrize(
+    ("is_parameter", "found"), [(False, "others"), (True, "parameters")], ids=["latent", "layer"]
+)
+def test_tensors_that_are_no_parameters_may_be_cut_off_from_the_loss(is_parameter, found):
+    net, latent = nn.Linear(4, 4), torch.randn(8, 4, requires_grad=True)
+    held = HeldParameters(net, OptimizersParameters(net))
+    held.see_leaves(net(torch.from_numpy(latent.detach().numpy())).square().mean())
+    given = [nn.Parameter(latent.detach())] if is_parameter else [latent]
+    assert held.what_else(torch.optim.SGD(given, lr=0.1)) == found
 
 
 @pytest.mark.parametrize("is_zeroed", [True, False], ids=["zeroed", "kept"])

@@ -143,10 +143,12 @@ def _few_failures(text: str, evidence: Evidence) -> Finding | None:
         numbers = f"step{'s' * (len(bad) > 1)} {listed}"
         repair = of_result(evidence.watched)
         look = _LOOK if repair is None else f"In these batches, {repair}."
+        # Where the run ends with one, the script may have ended for it.
+        is_rare = len(bad) <= RARE * len(evidence.past) and bad[-1] != evidence.past[-1].step
         return Finding(
             "normal",
             f"{text}, and the loss itself was NaN or Inf in {numbers}{seen_in(evidence.watched)}.",
-            _FEW if len(bad) <= RARE * len(evidence.past) else look,
+            _FEW if is_rare else look,
             line=None if evidence.watched is None else evidence.watched.line,
             steps=tuple(bad[-2:]),
         )

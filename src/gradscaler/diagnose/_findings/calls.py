@@ -54,7 +54,14 @@ _ASTRAY = {  # why an optimizer never finds a gradient, and what to do
     "parameters": (
         "the loss depends on other parameters than those that it holds",
         "Make the optimizer{} after the model that the loss comes from, of its parameters: a copy "
-        "of a model, or one that is made again, has others.",
+        "of a model, or one that is made again, has others. If it holds what is meant, look for "
+        "detach() between that and the loss.",
+    ),
+    "others": (
+        "the loss does not depend on the tensors that it holds, but on parameters of a model",
+        "Look for detach(), .data, .item(), numpy(), torch.tensor() between the tensors of the "
+        "optimizer{} and the loss: the result has no history. Or give the optimizer these "
+        "parameters, if they are what is meant to be trained.",
     ),
     "held": (
         "they are gone between the backward pass and the step",

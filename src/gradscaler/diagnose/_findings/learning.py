@@ -20,6 +20,7 @@ from gradscaler.diagnose._record.thresholds import (
     FEW_CALLS,
     FEW_SAMPLES,
     HALF,
+    HARDLY_MOVED,
     LATE,
     LONG,
     MANY,
@@ -131,7 +132,7 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
     if frozen:
         return f"{judged}. If it should have fallen, look at {_listed(frozen)}, {_FROZEN}."
     hint = _ignored(evidence) or _overwritten(evidence) or _unheld(evidence) or _clipped(evidence)
-    hint = hint or _tiny(evidence, values)
+    hint = hint or _tiny(evidence, values) or _slow(evidence)
     if hint := hint or _guessed(evidence, fmean(values[-LATE:])) or _vanished(evidence):
         return f"{judged}, {hint}"
     ends = [rate for _, rate in (*evidence.rates[:1], *evidence.rates[-1:])]
@@ -218,8 +219,8 @@ def _climbed(losses: Sequence[tuple[int, float]], evidence: Evidence) -> str:
 def _stands(losses: Sequence[tuple[int, float]], has_margin: bool) -> str:
     """A clause on a loss that is one number in most of the latest steps; empty if it is not.
 
-    One batch that is taken whole in each step ends so once it is learned. A mean of what is beyond a
-    margin is nearly the margin, where all outputs are one point: most margins are numbers of one
+    One batch that is taken whole in each step ends so once it is learned. A mean of what is beyond
+    a margin is nearly the margin, where all outputs are one point: most margins are numbers of one
     digit.
     """
     latest = [loss for _, loss in losses[-LONG:]]
@@ -291,6 +292,22 @@ def _tiny(evidence: Evidence, losses: Sequence[float]) -> str | None:
         "the same. If it should have fallen, look at how the weights begin: several layers in a "
         "row with weights near 0 (an initialization with a small deviation) pass nothing on; and "
         "at a loss that is divided by too large a number."
+    )
+
+
+def _slow(evidence: Evidence) -> str | None:
+    """A hint if the learning rate is so small that the weights stay as they are."""
+    weights = evidence.optimizers and evidence.optimizers.weights
+    rate = evidence.rates[-1][1] if evidence.rates else 0.0
+    if not weights or weights[0] == 0 or rate <= 0 or not evidence.measured:
+        return None
+    change = abs(weights[1] - weights[0]) / weights[0]
+    if change > HARDLY_MOVED:
+        return None
+    return (
+        f"and the weights hardly move at a learning rate of {rate:g}: their norm has changed by "
+        f"{change:.1g} of itself in {evidence.steps} steps. If the loss should have fallen, raise "
+        "that rate."
     )
 
 

@@ -86,15 +86,19 @@ class HeldParameters:
     def what_else(self, optimizer: object) -> str | None:
         """What the latest loss depends on, where an optimizer has no gradient of it.
 
-        It is ``"parameters"`` or ``"tensors"`` that the optimizer does not hold, and the line that
-        made the optimizer; or ``"held"``, parameters whose gradients are gone.
+        It is ``"parameters"`` or ``"tensors"`` that the optimizer does not hold, or ``"others"`` if
+        it holds tensors that are no parameters, such as a latent vector, and the line that made the
+        optimizer; or ``"held"``, parameters whose gradients are gone.
         """
+        held = {id(p): p for p in held_by(optimizer)}
         if self._leaves is None:
             return None
-        if not self._leaves.keys().isdisjoint(map(id, held_by(optimizer))):
+        if not self._leaves.keys().isdisjoint(held):
             return "held"
         line = self._lines.get("optimizer")
-        kind = "parameters" if any(self._leaves.values()) else "tensors"
+        made: Any = sys.modules["torch"].nn.Parameter
+        own = "parameters" if any(isinstance(p, made) for p in held.values()) else "others"
+        kind = own if any(self._leaves.values()) else "tensors"
         return kind + (f" at {line}" if line else "")
 
     def why_stopped(self, optimizer: object) -> str | None:

@@ -117,6 +117,8 @@ SAME_NORM = 2e-5  # the relative difference of norms that are clipped to one num
 LARGEST_CLIP = 1e3  # the largest number that people clip gradients to
 # A clipping by more, in weights that move by less: `a_clipping_that_leaves_almost_nothing`.
 CLIPPED_AWAY, STAYED = 100.0, 1e-3
+# Likewise, by a learning rate that is too small: one of 1e-6 in 100 steps of SGD changes 4e-6.
+HARDLY_MOVED = 1e-4
 # The norm of gradients, and the relative difference of losses that are one to six digits: layers
 # whose weights begin with a deviation of 0.01 or more leave more of both.
 TINY_NORM, SAME_LOSS = 1e-4, 1e-6
