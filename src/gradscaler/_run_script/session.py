@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from gradscaler._run_script.after_import import after_import
 from gradscaler._run_script.after_init import after_init
 from gradscaler._run_script.engines import Engines
+from gradscaler._run_script.hand_updates import HandUpdates
 from gradscaler._run_script.models import models_of
 from gradscaler._run_script.options import MOST_RUNS
 from gradscaler._run_script.runs import LOOP, Runs
@@ -86,6 +87,7 @@ class Session(Runs, backward_calls.BackwardListener):
         self._waits = self._is_told = False  # for an optimizer, as a scaler of PyTorch's is in use
         self._is_watching = False  # else an optimizer that is seen was made before
         self._running = RunningNans()  # of the latest run
+        self._by_hand = HandUpdates()
         self._lines = Tracebacks()  # of the first forward pass, which comes before the monitor
 
     def start(self) -> None:
@@ -114,6 +116,7 @@ class Session(Runs, backward_calls.BackwardListener):
         on_stop.callback(loaders.forget)
         if any(map(is_theirs, in_memory(torch.amp.GradScaler))):
             self._see_theirs()
+        backward_calls.listen(self)
         _leave_children_alone()
         self._end_first()
 
@@ -194,6 +197,9 @@ class Session(Runs, backward_calls.BackwardListener):
         """Begin the run of a loop without a scaler, which hears of this backward pass, too."""
         if self._new and not self._is_full:  # else a scaler was first to see the new optimizers
             self._begin(LOOP, None)
+        elif self._num_left == MOST_RUNS and not self.is_off:  # no optimizer was made yet
+            self._by_hand.note(losses)
+            return
         backward_calls.ignore(self)
 
     def _begin_scaled(self, scaler: GradScaler | EngineScaler) -> None:
@@ -266,7 +272,8 @@ class Session(Runs, backward_calls.BackwardListener):
             voice.conclude(f"as said above: {OF_EACH_STEP}")
         if self._num_left == MOST_RUNS and not self._is_told:
             self._num_left = 0
-            conclude_without_step(self._options)
+            if not self._by_hand.conclude():
+                conclude_without_step(self._options)
 
     def _see_left_out(self) -> None:
         """See the loss for which the script has ended before its backward pass, if there is one."""

@@ -22,9 +22,9 @@ _PARAGRAPH = textwrap.TextWrapper(
 
 _NO_STEP = (
     "no optimizer of this process took a step after a call of backward(), so there is no verdict. "
-    "Not seen are weights that the script updates by hand, gradients of torch.autograd.grad, steps "
-    "of Keras' LossScaleOptimizer in a loop of the script's own, and processes that it starts "
-    "itself: start those by torchrun."
+    "Not seen are weights that the script updates by hand, but for a loss of Inf or NaN on a CPU, "
+    "gradients of torch.autograd.grad, steps of Keras' LossScaleOptimizer in a loop of the "
+    "script's own, and processes that it starts itself: start those by torchrun."
 )
 
 _STDERR = sys.stderr  # at the start; a script may replace it, and what it then holds is its own

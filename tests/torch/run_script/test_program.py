@@ -201,6 +201,48 @@ def test_scalers_become_ours_once_the_script_imports_pytorch(started, tmp_path):
     assert not (tmp_path / "gradscaler-runs").exists()
 
 
+BY_HAND = """
+    import sys
+    import torch
+    torch.manual_seed(0)
+    how, rate = sys.argv[1], 3.0 if sys.argv[1] == "grown" else 0.01
+    model = torch.nn.Linear(4, 1)
+    def loss_at(step):
+        loss = model(torch.ones(8, 4)).square().mean()
+        return (-1 - loss).sqrt() if how == "negative" and step == 5 else loss
+    for step in range(60):
+        model.zero_grad()
+        loss_at(step).backward()
+        for p in model.parameters():
+            p.data.add_(p.grad.nan_to_num(0), alpha=-rate)
+    if how == "followed":
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        for step in range(12):
+            optimizer.zero_grad()
+            loss_at(step).backward()
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("negative", "The loss is nan in backward pass 6, first seen in sqrt. No optimizer is"),
+        ("grown", ", after it grew from"),
+        ("finite", "no optimizer of this process took a step"),
+        ("followed", "gradscaler: after 12 steps: None of 12"),
+    ],
+)
+def test_a_loss_of_nan_is_told_where_the_script_moves_weights_by_hand(trained, how, said):
+    code, out, error = trained(BY_HAND, how)
+    told = " ".join(error.split())
+    assert (code, out) == (0, "")
+    assert said in told
+    is_bad = how in ("negative", "grown")
+    assert ("by hand. " in told, "as said above: The loss is" in told) == (is_bad, is_bad)
+    assert ("lower the rate of these updates" in told.lower()) is is_bad
+
+
 FAILS = """
     import torch
     def train(scaler=None):
