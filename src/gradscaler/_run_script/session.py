@@ -197,8 +197,8 @@ class Session(Runs, backward_calls.BackwardListener):
         """Begin the run of a loop without a scaler, which hears of this backward pass, too."""
         if self._new and not self._is_full:  # else a scaler was first to see the new optimizers
             self._begin(LOOP, None)
-        elif self._num_left == MOST_RUNS and not self.is_off:  # no optimizer was made yet
-            self._by_hand.note(losses)
+        elif self._num_left == MOST_RUNS and not self.is_off and not self._options.is_watched:
+            self._by_hand.note(losses)  # no optimizer was made yet, nor one of Keras'
             return
         backward_calls.ignore(self)
 
