@@ -31,7 +31,7 @@ _WATCHED: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("tf_keras", "fits", "Fits", ("tf_keras",)),
     ("keras", "tape_loops", "TapeLoops", ("keras",)),
     ("tf_keras", "tape_loops", "TapeLoops", ("tf_keras",)),
-    ("keras", "keras_loops", "KerasLoops", ()),
+    ("keras", "applied_steps", "KerasLoops", ()),
     ("tensorflow", "hand_loops", "HandLoops", ()),
     ("paddle", "backward_loops", "BackwardLoops", ("paddle",)),
     ("tensorplay", "backward_loops", "BackwardLoops", ("tensorplay",)),

@@ -541,7 +541,7 @@ def deep():
             r"gradients vanish on their way through sigmoid at [^ ]*test_plain_failures\.py:\d+ "
             r"and 11 more in a row: those of \d\.\w+ are at most 2\*\*-\d\d, those of 24",
         ),
-        (lambda: nn.Linear(4, 4), "at a learning rate of 1e-09. If it should have fallen"),
+        (lambda: nn.Linear(4, 4), "hardly move at a learning rate of 1e-09: their"),
     ],
 )
 def test_what_may_keep_a_loss_from_falling_is_said(model, hint):
@@ -588,7 +588,7 @@ def a_usual_clipping():
     return 1.0, 0.05
 
 
-NOTHING_KNOWN = "at a learning rate of 1e-09. If it should have fallen"
+NOTHING_KNOWN = "hardly move at a learning rate of 1e-09: their"
 
 
 @pytest.mark.parametrize(
@@ -643,7 +643,7 @@ def test_a_bias_before_a_normalization_whose_gradient_is_rounding_is_not_said_to
         training.train(loss_of, 150)
     assert monitor.verdict.kind == "normal"
     assert "vanish" not in str(monitor.verdict)
-    assert "If it should have fallen" in str(monitor.verdict)
+    assert "should have fallen" in str(monitor.verdict)
 
 
 @pytest.mark.parametrize("is_often", [True, False])

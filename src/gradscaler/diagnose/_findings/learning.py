@@ -132,8 +132,8 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
     if frozen:
         return f"{judged}. If it should have fallen, look at {_listed(frozen)}, {_FROZEN}."
     hint = _ignored(evidence) or _overwritten(evidence) or _unheld(evidence) or _clipped(evidence)
-    hint = hint or _tiny(evidence, values) or _slow(evidence)
-    if hint := hint or _guessed(evidence, fmean(values[-LATE:])) or _vanished(evidence):
+    hint = hint or _tiny(evidence, values) or _guessed(evidence, fmean(values[-LATE:]))
+    if hint := hint or _vanished(evidence) or _slow(evidence):
         return f"{judged}, {hint}"
     ends = [rate for _, rate in (*evidence.rates[:1], *evidence.rates[-1:])]
     rates = " to ".join(dict.fromkeys(f"{rate:g}" for rate in ends))
@@ -321,9 +321,8 @@ def _guessed(evidence: Evidence, latest: float) -> str | None:
         return None
     return (
         f"and it stays at {chance:.3g}, that of a guess among {math.exp(chance):.0f} classes. If "
-        "it should have fallen, look for labels that belong to other rows (one of both was "
-        "shuffled), inputs that are all alike, a softmax before the loss, and a learning rate that "
-        "is too small."
+        "it should have fallen, look for labels of other rows (one of both was shuffled), inputs "
+        "that are all alike, a softmax before the loss, and too small a learning rate."
     )
 
 
