@@ -99,8 +99,8 @@ def trained(tmp_path):
 
 SECONDS = 300  # for a process that imports PyTorch, on a busy machine
 UNWATCHED = (
-    "gradscaler: no step of a training was seen in this process, so there is no verdict. Weights\n"
-    "  that a script changes by hand, without an optimizer, are not seen.\n"
+    "gradscaler: no step of a training was seen in this process, so there is no verdict. Weights "
+    "that a\n  script changes by hand, without an optimizer, are not seen.\n"
 )
 
 
