@@ -374,6 +374,22 @@ def test_donated_weights_that_are_not_assigned_are_told_where_the_script_fails(t
     assert "arrays that an earlier call has used up, as they are donated" in note.call_args[0][0]
 
 
+def test_an_error_of_a_step_is_not_blamed_on_arrays_that_it_was_donated(tmp_path):
+    def raising(x):
+        raise ValueError("bad data")
+
+    def shown(weights):
+        return jax.pure_callback(raising, jax.ShapeDtypeStruct((), "float32"), weights.sum())
+
+    with gradscaler.watch(tmp_path), mock.patch.object(voice, "note") as note:
+        step = jax.jit(
+            lambda w: w - jax.grad(lambda w: (w**2).sum())(w) + shown(w), donate_argnums=0
+        )
+        with pytest.raises(Exception, match="bad data"):
+            jax.block_until_ready(step(jnp.ones(4)))
+    assert not any("used up" in str(call) for call in note.call_args_list)
+
+
 def several_tasks_from_the_same_weights():
     """What their steps return is kept, and added up for the next weights."""
     loop = Loop(optax.sgd(0.1))

@@ -140,7 +140,7 @@ class FunctionLoops:
             results = watched.function(*args, **kwargs)
         except Exception:
             if is_outer:
-                self._see_donated(watched, (args, kwargs))
+                self._see_donated(watched)
             raise
         finally:
             self._calling.pop()
@@ -182,13 +182,13 @@ class FunctionLoops:
         leaves = self._jax.tree_util.tree_leaves(arguments, watched.is_leaf)
         for weights in self._weights.values():
             weights.see_taken(leaves)
+        watched.is_given_spent = any(getattr(each, "is_deleted", bool)() for each in leaves)
         return not any(isinstance(each, self._jax.core.Tracer) for each in leaves)
 
     @guarded
-    def _see_donated(self, watched: _Watched, arguments: Any) -> None:
+    def _see_donated(self, watched: _Watched) -> None:
         """Say why a call failed that was given arrays which an earlier call was donated."""
-        leaves = self._jax.tree_util.tree_leaves(arguments, watched.is_leaf)
-        if any(getattr(each, "is_deleted", bool)() for each in leaves):
+        if watched.is_given_spent:
             voice.note(
                 f"{getattr(watched, '__name__', 'the function')}() was given arrays that an "
                 "earlier call has used up, as they are donated (donate_argnums). Assign what it "
@@ -656,6 +656,7 @@ class _Watched:
         num_looks: how many more such calls may be run again.
         gradients: those of such a call, as `_gradients_in` tells them.
         is_leaf: what tells the leaves of its latest arguments; None if JAX does.
+        is_given_spent: whether an earlier call had used up one of these, which was donated.
         places: where numbers are in its arguments and results, by the structure of these.
         new: the first of its latest results that may be new weights, until it is freed.
     """
@@ -674,6 +675,7 @@ class _Watched:
         self.accumulates = False
         self.num_looks = 2  # one before a call has stepped, and one after
         self.is_leaf: Callable[[object], bool] | None = None
+        self.is_given_spent = False
         self.places: dict[Any, _Places] = {}
         self.new: Callable[[], Array | None] | None = None
         self._numbers: dict[Any, Array] | None = None  # of the latest results, by their paths

@@ -36,6 +36,9 @@ class _InPlaceOfTheirs(GradScaler):
         self._allows_mixed = True  # it raises no error that theirs does not
 
 
+_InPlaceOfTheirs.__init__.__qualname__ = _THEIRS.__init__.__qualname__  # for errors of a call
+
+
 @contextmanager
 def install() -> Iterator[None]:
     """Construct ours in place of theirs; their subclasses rely on the code of their base.

@@ -17,6 +17,7 @@ from gradscaler.diagnose._record.thresholds import (
     EARLY,
     EXPLODED,
     FELL,
+    FELL_FAR,
     FEW_CALLS,
     FEW_SAMPLES,
     HALF,
@@ -200,7 +201,11 @@ def _climbed(losses: Sequence[tuple[int, float]], evidence: Evidence) -> str:
     if not means or first <= 0:
         return ""
     rose = f"it was {means[0]:g} on average in the {SOON} steps after the first"
-    if evidence.events.count(Event.LOADED) and CLIMBED_LOADED * first < means[0]:
+    is_above = (
+        min(values[:SOON]) > first
+        and fmean([loss for _, loss in losses[-LATE:]]) > FELL_FAR * first
+    )
+    if evidence.events.count(Event.LOADED) and is_above and CLIMBED_LOADED * first < means[0]:
         line = evidence.events.place(Event.LOADED)
         return (
             f"{rose}. The weights were loaded{f' at {line}' * bool(line)}, and the optimizer began "

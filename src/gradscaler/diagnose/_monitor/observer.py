@@ -14,7 +14,7 @@ from typing import SupportsFloat, TypeVar
 from gradscaler.diagnose._gradients.arrays import alone, has_numbers, local
 from gradscaler.diagnose._gradients.reading import Tensor, inspect
 from gradscaler.diagnose._graph.call_site import Node
-from gradscaler.diagnose._graph.guard import guarded, passing
+from gradscaler.diagnose._graph.guard import guard, guarded, passing
 from gradscaler.diagnose._graph.hooks import OneCallHooks, weakly
 from gradscaler.diagnose._graph.lines import Line
 from gradscaler.diagnose._graph.watch import GraphWatch
@@ -53,14 +53,15 @@ def closes_if_asked(method: MethodT) -> MethodT:
 
     @wraps(method)
     def call(self: EagerObserver, *args: object) -> None:
-        if self._running.locked():  # the outer call closes it
-            safe(self, *args)
-            return
         try:
-            with self._running:
-                safe(self, *args)
+            with guard.lock:  # first, as all that is guarded holds it
+                if self._running.locked():  # the outer call closes it
+                    safe(self, *args)
+                    return
+                with self._running:
+                    safe(self, *args)
         finally:
-            if self._finish is not None:
+            if self._finish is not None and not self._running.locked():
                 close_if_asked(self)
 
     return call  # type: ignore[return-value]
