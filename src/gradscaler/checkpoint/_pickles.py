@@ -2,7 +2,9 @@
 
 This module interprets the pickle's opcodes itself. Values are numbers, texts, dicts of these, and
 the names of functions that the pickle would call. It knows only the functions in pickles of NumPy
-arrays and of dicts. Anything else, such as a tensor, a list or an object, becomes an ``Unread``.
+arrays and of dicts. Anything else, such as a tensor, a list or an object, becomes an ``Unread``. A
+``pickle.Unpickler`` that finds no class is shorter, but a pickle of nine bytes that names a long
+value makes it ask for all of the memory.
 """
 
 from __future__ import annotations
