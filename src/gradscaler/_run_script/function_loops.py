@@ -182,8 +182,10 @@ class FunctionLoops:
         leaves = self._jax.tree_util.tree_leaves(arguments, watched.is_leaf)
         for weights in self._weights.values():
             weights.see_taken(leaves)
+        if any(isinstance(each, self._jax.core.Tracer) for each in leaves):
+            return False
         watched.is_given_spent = any(getattr(each, "is_deleted", bool)() for each in leaves)
-        return not any(isinstance(each, self._jax.core.Tracer) for each in leaves)
+        return True
 
     @guarded
     def _see_donated(self, watched: _Watched) -> None:
