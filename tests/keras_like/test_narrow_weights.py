@@ -10,8 +10,9 @@ import pytest
 
 import gradscaler
 from gradscaler._run_script import voice
+from gradscaler._run_script.fit_weights import of_narrow_weights
 from gradscaler._run_script.fits import Losses, _Bad
-from gradscaler._run_script.narrow_weights import LEAST_EPS, of_narrow_weights
+from gradscaler.diagnose._record.thresholds import LEAST_EPS
 from tests.support.keras_like import BACKEND, keras
 
 INPUTS = np.random.default_rng(0).normal(size=(64, 4)).astype("float16")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -19,9 +19,8 @@ from gradscaler._run_script.runs import LOOP, Runs
 from gradscaler._run_script.scaler_watch import ObservedScalers, ScalerWatch
 from gradscaler._run_script.step_watch import Search
 from gradscaler._run_script.undo import on_stop, replace
-from gradscaler._run_script.unheld import Unheld
-from gradscaler.diagnose._gradients.arrays import dtype_name, to_numpy
-from gradscaler.diagnose._gradients.reading import are_finite, inspect
+from gradscaler.diagnose._gradients.arrays import dtype_name, sample_of, to_numpy
+from gradscaler.diagnose._gradients.reading import are_finite, inspect, largest
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.stand_ins import in_place_of
@@ -30,7 +29,7 @@ from gradscaler.diagnose._monitor.early_losses import EarlyLosses
 from gradscaler.diagnose._monitor.models import one_model
 from gradscaler.diagnose._monitor.parameters import eps_of
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
-from gradscaler.diagnose._record.thresholds import UNSTEPPED_LOSSES
+from gradscaler.diagnose._record.thresholds import FEW_ELEMENTS, MOVED_BY, UNSTEPPED_LOSSES
 
 Optimizer = Any
 Tensor = Any
@@ -61,7 +60,7 @@ class BackwardLoops:
         self._num_passes = 0  # backward passes after the latest step
         self._most_passes = 1  # the most before a step
         self._classes: set[type] = set()  # of optimizers, whose step is seen
-        self._loop, self._unheld = Unscaled(name), Unheld(None, ())  # of the latest run
+        self._loop, self._unheld = Unscaled(name), _Unheld(None, ())  # of the latest run
         self._in_first: Search | None = (
             None  # sees the operations of step 1, if it is to be watched
         )
@@ -259,7 +258,7 @@ class BackwardLoops:
         eps = min(each, default=0.0) or None
         weights = partial(_growth, _norms_of(self._held()), self._held)
         self._loop = Unscaled(self._name, eps=eps, lost_eps=self._lost_eps, weights=weights)
-        self._unheld = Unheld(model, self._held().keys())
+        self._unheld = _Unheld(model, self._held().keys())
         watched, of = (self._loop, None) if scaler is None else (scaler, model)
         search, self._in_first = self._in_first, None
         if model is not None and self._options.watch != 1:
@@ -312,3 +311,43 @@ def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     groups = getattr(optimizer, "param_groups", None) or optimizer._parameter_list or ()
     for each in groups:  # Paddle's list has parameters, or groups of them
         yield from each["params"] if isinstance(each, dict) else [each]
+
+
+class _Unheld:
+    """Finds parameters that have a gradient, that no optimizer holds, and that stand.
+
+    It looks in the first steps of a run. Those before the first that is held are left out: a
+    backbone may be meant to stay.
+
+    Args:
+        model: the model; None if it is not known.
+        held: the ids of the parameters that optimizers hold.
+    """
+
+    def __init__(self, model: Any, held: Container[int]) -> None:
+        self._model, self._held = model, held
+        self._steps = 0
+        self._parts: dict[str, tuple[bytes, bytes]] = {}  # of a parameter, and of its gradient
+
+    def take(self) -> tuple[str, ...]:
+        """Note a step that begins; return the names in the step that shows them, else none."""
+        self._steps += 1
+        if self._model is None or self._steps not in (1, MOVED_BY):
+            return ()
+        now = {name: (_part_of(p), _part_of(p.grad)) for name, p in self._used()}
+        before, self._parts = self._parts, now
+        both = {name: (before[name], now[name]) for name in now if name in before}
+        # The gradient of a model of before stands, too.
+        return tuple(n for n, (old, new) in both.items() if old[0] == new[0] and old[1] != new[1])
+
+    def _used(self) -> Iterator[tuple[str, Tensor]]:
+        is_after = False
+        for name, parameter in self._model.named_parameters():
+            is_held = id(parameter) in self._held
+            is_after |= is_held
+            if is_after and not is_held and parameter.grad is not None and largest(parameter.grad):
+                yield name, parameter
+
+
+def _part_of(array: Any) -> bytes:
+    return sample_of(array, FEW_ELEMENTS).tobytes()

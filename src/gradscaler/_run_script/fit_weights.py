@@ -1,4 +1,4 @@
-"""The weights of a model at the ends of ``fit``'s epochs: whether they are finite, and move."""
+"""The weights of a model at the ends of ``fit``'s epochs, and their dtype beside the optimizer."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 
 from gradscaler.diagnose._gradients.arrays import to_numpy
 from gradscaler.diagnose._gradients.reading import read
-from gradscaler.diagnose._record.thresholds import FEW_CALLS
+from gradscaler.diagnose._record.thresholds import FEW_CALLS, LEAST_EPS
 from gradscaler.diagnose._seams.keras import backend_of
 
 Model = Any
 
 _MOST_KEPT = 4096  # elements of a weight that are compared, beside its sum
+_DIVIDING = {"Adam", "Nadam", "Lamb"}  # by the root of mean squares, and then eps is added to it
 
 
 class FitWeights:
@@ -115,3 +116,21 @@ def _told(name: str, values: NDArray[Any], epoch: int, backend: str) -> str:
 def _listed(names: list[str]) -> str:
     first, *rest = names
     return f"{first} and {len(rest)} more weight{'s' * (len(rest) > 1)}" if rest else first
+
+
+def of_narrow_weights(model: Model) -> str:
+    """What says that an optimizer divides by an eps too small for float16; empty if it does not."""
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    names = {each.__name__ for each in type(optimizer).__mro__}
+    eps = getattr(optimizer, "epsilon", None)
+    if names.isdisjoint(_DIVIDING) or not isinstance(eps, (int, float)) or eps >= LEAST_EPS:
+        return ""
+    weights = model.trainable_variables if model.built else []
+    dtypes = {getattr(each.dtype, "name", each.dtype) for each in weights}
+    if "float16" not in dtypes:
+        return ""
+    return (
+        "The weights are float16, in which squares of small gradients are 0, so that "
+        f"{type(optimizer).__name__} divides by its epsilon of {eps:g} and makes large steps: set "
+        'it to 1e-4, or keep the weights in float32 (the policy "mixed_float16").'
+    )

@@ -19,8 +19,7 @@ from gradscaler._run_script.fit_data import FirstBatch
 from gradscaler._run_script.fit_gradients import FitGradients, may_keep_gradients
 from gradscaler._run_script.fit_losses import broadcast, dead_output, of_labels, of_logits, swapped
 from gradscaler._run_script.fit_rates import FitRates
-from gradscaler._run_script.fit_weights import FitWeights
-from gradscaler._run_script.narrow_weights import of_narrow_weights
+from gradscaler._run_script.fit_weights import FitWeights, of_narrow_weights
 from gradscaler._run_script.options import MOST_RUNS, STOPPED
 from gradscaler._run_script.termination import before_termination
 from gradscaler._run_script.undo import on_stop, replace

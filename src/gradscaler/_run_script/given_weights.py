@@ -7,13 +7,9 @@ from itertools import pairwise
 from typing import Any
 from weakref import ref
 
-from gradscaler.diagnose._record.thresholds import RATE_JUMPED
+from gradscaler.diagnose._record.thresholds import LEAST_FACTOR, RATE_JUMPED, SAME_FACTORS
 
 Array = Any
-
-# Of updates, from one rate that is tried to the next: the least, and how far it may be from the
-# most, where they are finer than jumps. Those of a warm-up fall from 2 towards 1.
-_LEAST_FACTOR = _SAME_FACTORS = 1.05
 
 
 class GivenWeights:
@@ -83,4 +79,4 @@ class GivenWeights:
         """Whether updates grow as those of rates do that are tried one after the other."""
         factors = [new / old if old else 0.0 for old, new in pairwise(self._sizes)]
         least, most = min(factors), max(factors)
-        return least >= RATE_JUMPED or _LEAST_FACTOR < least >= most / _SAME_FACTORS
+        return least >= RATE_JUMPED or LEAST_FACTOR < least >= most / SAME_FACTORS

@@ -9,11 +9,10 @@ from weakref import ref
 
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._monitor.by_identity import ByIdentity
+from gradscaler.diagnose._record.thresholds import BRIEF_SCALER, FEW_SCALERS
 
 Optimizer = Any  # of any framework
 
-_FEW = 5  # scalers of one optimizer; a script may make one for each fold or stage
-_BRIEF = 2  # steps of one scaler
 
 OF_EACH_STEP = (
     "The script makes a new GradScaler for each step, so a scale that an overflow has lowered is "
@@ -94,4 +93,6 @@ class FreshScalers:
     def are_made_each_step(self) -> bool:
         """Whether an optimizer was stepped by several scalers, a step or two by each."""
         each = (self._steps.get(optimizer, Counter()) for optimizer in self._steps)
-        return any(len(steps) >= _FEW and max(steps.values()) <= _BRIEF for steps in each)
+        return any(
+            len(steps) >= FEW_SCALERS and max(steps.values()) <= BRIEF_SCALER for steps in each
+        )

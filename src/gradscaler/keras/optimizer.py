@@ -23,12 +23,25 @@ from gradscaler._keras_like.wrapper import (
     Wrapper,
     unconverted,
 )
+from gradscaler.errors import levels_to_caller
 from gradscaler.keras._operations import on_backend
-from gradscaler.keras._stored import is_of_a_wrapper, paired
-from gradscaler.keras._warnings import NEVER_SCALED, NEVER_UNSCALED, warn
 from gradscaler.policies import DynamicScale, Policy, amax_interval
 
 Variables = Variable | Iterable[Variable] | Callable[[], Variable | Iterable[Variable]]
+
+_NEVER_SCALED = (
+    "The loss was never scaled, but gradients are divided by the loss scale. Call scale_loss(loss) "
+    "or get_scaled_loss(loss) before differentiating; in a step that JAX compiles, "
+    "stateless_scale_loss(loss, optimizer_variables)."
+)
+_NEVER_UNSCALED = (
+    "get_unscaled_gradients() was never called, so apply_gradients() divides the gradients by the "
+    "loss scale. Call it first, or scale the loss by scale_loss()."
+)
+# A user's line lies outside of these; Keras calls an optimizer through its backend.
+_LIBRARIES = "keras.", "tensorflow.", "jax.", "torch."
+# Every wrapper has its own step count and learning rate, the finite steps, and the scale.
+_NUM_SHARED = 4
 
 
 @unconverted
@@ -320,14 +333,14 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
     def _check_calls(self) -> None:
         """Warn if the calls before the first ``apply_gradients`` lack one."""
         if not (self._loss_has_been_scaled or self._scale_reads):
-            warn(NEVER_SCALED)
+            _warn(_NEVER_SCALED)
         # A name of Keras 3 belongs to a loss scaled for a step that divides, as with Keras' own.
         elif not (
             self._gradients_have_been_unscaled
             or self._next_step_unscales
             or self._scale_reads - {"loss_scale"}
         ):
-            warn(NEVER_UNSCALED)
+            _warn(_NEVER_UNSCALED)
 
     def apply(
         self, grads: Iterable[Tensor | None], trainable_variables: Iterable[Variable] | None = None
@@ -409,7 +422,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
 
     def _warn_if_divided(self, grads: list[Tensor | None], unscaled: list[Tensor | None]) -> None:
         if any(after is not before for before, after in zip(grads, unscaled, strict=True)):
-            warn(NEVER_SCALED)
+            _warn(_NEVER_SCALED)
             self._calls_are_checked = True
 
     def _move_scale(self, found_inf: Tensor, amax: Tensor | None) -> None:
@@ -492,10 +505,10 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         """
         values = [np.asarray(store[str(index)]) for index in range(len(store.keys()))]
         saved, counters = self._saved_variables(), self._counters
-        pairs = paired(saved, counters, values) or paired(self.variables, counters, values)
+        pairs = _paired(saved, counters, values) or _paired(self.variables, counters, values)
         if not pairs:
             found = f"{len(values)} variables, of other shapes than the {len(saved)} here"
-            if is_of_a_wrapper(values):
+            if _is_of_a_wrapper(values):
                 pairs = [(self.step_counter, values[2]), (self._scale_variable, values[3])]
                 pairs += [(counter, 0) for counter in counters]
                 found += ": loaded the loss scale and its counter, and skipped all others"
@@ -561,3 +574,52 @@ def _flat(var_list: Variables) -> list[Variable]:
                 f"but holds: {variable!r}"
             )
     return variables
+
+
+def _warn(text: str) -> None:
+    """Warn at the caller's line: the first frame outside gradscaler, Keras and its backend."""
+    warnings.warn(text, stacklevel=levels_to_caller(*_LIBRARIES))
+
+
+def _paired(
+    variables: list[Variable], counters: list[Variable], values: list[Any]
+) -> list[tuple[Variable, Any]]:
+    """Pairs of variable and value, from a file of any policy. Counters that it lacks become 0.
+
+    A file has no names. First come the variables that every wrapper has, Keras' own included. Then
+    come the counters of the policy, if it has any: non-finite steps, and the fields that are its
+    own. Last come all others, such as the inner optimizer's.
+
+    If the file has another number of counters, it is another policy's: only the first is the same.
+
+    Args:
+        variables: the wrapper's, in order.
+        counters: those of its policy, which are some of these variables.
+        values: the arrays in the file.
+
+    Returns:
+        The pairs; none if the file is of another inner optimizer.
+    """
+    others = variables[_NUM_SHARED + len(counters) :]
+    end = len(values) - len(others)
+    if end < _NUM_SHARED:
+        return []
+    shared, stored = variables[:_NUM_SHARED], values[_NUM_SHARED:end]
+    known = list(zip([*shared, *others], [*values[:_NUM_SHARED], *values[end:]], strict=True))
+    if any(value.shape for value in stored) or not all(_fits(*pair) for pair in known):
+        return []
+    same = stored if len(stored) == len(counters) else stored[:1]
+    absent = [(counter, 0) for counter in counters[len(same) :]]
+    return [*known, *absent, *zip(counters, same, strict=False)]
+
+
+def _is_of_a_wrapper(values: list[Any]) -> bool:
+    """Whether values may come from a wrapper: its own learning rate is 0."""
+    shared = values[:_NUM_SHARED]
+    return len(shared) == _NUM_SHARED and not any(v.shape for v in shared) and bool(shared[1] == 0)
+
+
+def _fits(variable: Variable, value: Any) -> bool:
+    """Whether a value has a variable's shape, and is an integer if the variable is."""
+    is_integer = np.issubdtype(value.dtype, np.integer)
+    return tuple(variable.shape) == value.shape and is_integer == ("int" in variable.dtype)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import mindspore
 from mindspore import Tensor, amp, nn, ops
 
+from gradscaler.errors import levels_to_caller
 from gradscaler.mindspore._operations import every_finite, largest, on_cpu, unscale_all
-from gradscaler.mindspore._two_scales import left_by, warn_of_other_scale
 from gradscaler.mindspore.managers import DynamicLossScaleManager
 from gradscaler.policies import _checks, amax_interval
 
@@ -61,7 +62,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
                 f"{type(scale_sense).__name__}, which has no get_loss_scale()"
             )
         super().__init__(network, optimizer, scale_sense)
-        warn_of_other_scale(optimizer, 1.0)
+        _warn_of_other_scale(optimizer, 1.0)
         self._wants_amax = amax_interval(scale_sense) > 0
         if self._wants_amax and self.is_distributed:
             self._all_gather = ops.AllGather()  # on the CPU, AllReduce has no maximum
@@ -215,7 +216,7 @@ def finished(
     if update_cell is not None:
         return _with_loss_scaling(step, manager, update_cell)
     if manager is not None:
-        warn_of_other_scale(optimizer, left_by(step))
+        _warn_of_other_scale(optimizer, _left_by(step))
     return step
 
 
@@ -244,3 +245,30 @@ def _with_loss_scaling(
     elif inputs:
         step.set_inputs(*inputs)
     return step
+
+
+def _warn_of_other_scale(optimizer: Any, scale: float) -> None:
+    """Warn if an optimizer's own ``loss_scale`` differs from the scale of the gradients it gets.
+
+    Args:
+        optimizer: one of MindSpore's, which divide by their ``loss_scale``, or a wrapper.
+        scale: the scale that the train step leaves in the gradients; 1 if it unscales them.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)  # of a wrapper, such as AdaSum's
+    own = getattr(inner, "loss_scale", None)
+    if own == scale or not isinstance(own, (int, float)):
+        return
+    kind = type(inner).__name__
+    advice = f"construct it with loss_scale={scale!r}, or use drop_overflow_update=True"
+    if scale == 1.0:
+        advice = "construct it without loss_scale"
+    warnings.warn(
+        f"{kind} divides the gradients by its loss_scale, {own!r}, but the train step multiplies "
+        f"them by {scale!r}. They are {scale / own:g} times the gradients of the loss: {advice}",
+        stacklevel=levels_to_caller("mindspore."),
+    )
+
+
+def _left_by(step: nn.Cell) -> float:
+    """The scale that a train step leaves in the gradients for the optimizer."""
+    return float(step.sens) if getattr(step, "sense_flag", False) else 1.0

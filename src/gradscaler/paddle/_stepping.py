@@ -1,4 +1,4 @@
-"""Ways to unscale the gradients of Paddle's optimizers, and to step them."""
+"""The gradients of Paddle's optimizers, and ways to unscale them and to step."""
 
 from __future__ import annotations
 
@@ -6,10 +6,42 @@ from typing import Any, Protocol
 
 import numpy as np
 import paddle
+from paddle.amp.grad_scaler import OptimizerState
 
+from gradscaler._eager.gradients import Gradients
 from gradscaler._eager.operations import FoundInf, Optimizer, Tensor
 from gradscaler._eager.stepping import StepCall
 from gradscaler.paddle import _operations
+
+_STAGES = {
+    "READY": OptimizerState.INIT,
+    "UNSCALED": OptimizerState.UNSCALED,
+    "STEPPED": OptimizerState.STEPPED,
+}
+
+
+class PaddleGradients(Gradients):
+    """Gradients that can be read and written like the dict that Paddle keeps for an optimizer."""
+
+    def __getitem__(self, key: str) -> OptimizerState:
+        if key != "state":
+            raise KeyError(key)
+        return _STAGES[self.framework_stage]
+
+    def __setitem__(self, key: str, value: OptimizerState) -> None:
+        if key != "state":
+            raise KeyError(key)
+        self.framework_stage = next(name for name, state in _STAGES.items() if state is value)
+
+
+class PaddleOptimizer(Protocol):
+    """An optimizer of Paddle's, or a wrapper around one, such as fleet's."""
+
+    def step(self) -> Any:
+        """Update the parameters."""
+
+    def minimize(self, *args: Any, **kwargs: Any) -> Any:
+        """Collect the gradients, and update the parameters."""
 
 
 class SteppingScaler(Protocol):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import os
 from collections import defaultdict
 from numbers import Real
-from typing import Any, ClassVar, NamedTuple
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import paddle
+from paddle.base import core
 from paddle.distributed.communication.group import Group
 
 from gradscaler._eager.decision import Order
@@ -29,7 +33,6 @@ from gradscaler._formats.layouts import (
 from gradscaler._formats.state_dicts import number_in, state_values
 from gradscaler.outcome import Reason, StepOutcome
 from gradscaler.paddle import _operations
-from gradscaler.paddle._gradients import PaddleGradients, PaddleOptimizer
 from gradscaler.paddle._processes import (
     PaddleProcesses,
     asked_by_fleet,
@@ -38,13 +41,19 @@ from gradscaler.paddle._processes import (
     unscaled_by_fleet,
 )
 from gradscaler.paddle._spelling import either_spelling, given
-from gradscaler.paddle._static import run_dynamically, static_graph_error
-from gradscaler.paddle._stepping import ByMinimize, ByStep, OwnUnscaler
+from gradscaler.paddle._stepping import (
+    ByMinimize,
+    ByStep,
+    OwnUnscaler,
+    PaddleGradients,
+    PaddleOptimizer,
+)
 from gradscaler.policies import DynamicScale, Policy, State, _checks, first_scale, is_fixed
 from gradscaler.policies._presets import PADDLE
 from gradscaler.policies._spelling import changed, check_alone, check_policy, defaults_of, spelled
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # Paddle's own names: fleet and group-sharded optimizers set and read these attributes.
 _FLAGS = (
@@ -71,7 +80,34 @@ class _Update(NamedTuple):
     amaxes: list[np.float32]
 
 
-@run_dynamically
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+
+
+def _run_dynamically(cls: type[T]) -> type[T]:
+    """Let SOT, the tracer of ``paddle.jit.to_static``, run a class's methods untraced.
+
+    So it does with those that the class inherits from this package. A step decides on the host,
+    which a graph cannot do, and SOT fails on such code. So each call of a scaler breaks the graph,
+    and SOT traces the code around it.
+    """
+    core.eval_frame_skip_file_prefix((_PACKAGE,))
+    for base in cls.__mro__:
+        if base.__module__.startswith("gradscaler."):
+            for method in filter(inspect.isfunction, vars(base).values()):
+                paddle.jit.marker.force_dynamic(method)
+    return cls
+
+
+def _static_graph_error() -> NotImplementedError:
+    """The error of an enabled scaler in a static graph."""
+    return NotImplementedError(
+        "gradscaler.paddle.GradScaler scales losses of the dynamic graph, and this is a static "
+        "graph: use paddle.amp.GradScaler there, or keep the scaler out of "
+        "to_static(full_graph=True)"
+    )
+
+
+@_run_dynamically
 class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradScaler):
     """Loss scaling for Paddle's dynamic graph: a drop-in for ``paddle.amp.GradScaler``.
 
@@ -179,7 +215,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             raise TypeError(f"device must be the name of a device, got {device!r}")
         enable = bool(flag)
         if enable and not paddle.in_dynamic_mode():
-            raise static_graph_error()
+            raise _static_graph_error()
         parameters: dict[str, object] = {
             **given("init_loss_scaling", init_loss_scaling, "init_scale", init_scale),
             **given("incr_ratio", incr_ratio, "growth_factor", growth_factor),
@@ -228,7 +264,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             return super(EagerScaler, self).scale(var)  # Paddle's, also for a static graph
         if not _operations.is_tensor(var):
             if not paddle.in_dynamic_mode():
-                raise static_graph_error()
+                raise _static_graph_error()
             raise TypeError(f"var must be a paddle.Tensor, got {type(var).__name__}")
         if not var._is_initialized():  # on a rank that computes nothing
             return var

@@ -8,6 +8,7 @@ from gradscaler import diagnose
 from gradscaler.diagnose._record import thresholds
 
 ROOM = Path(diagnose.__file__).parent
+SCRIPT = ROOM.parent / "_run_script"
 TESTS = Path(__file__).parents[2]
 LINES = Path(thresholds.__file__).read_text("utf-8").splitlines()
 
@@ -31,9 +32,38 @@ def test_no_detector_has_a_threshold_of_its_own():
     ]
 
 
+def test_what_decides_a_text_stands_nowhere_else():
+    """Other numbers limit time, memory and room, or are facts of a format."""
+    limits = re.compile(r"_?(MOST|LONGEST|LARGEST|SMALLEST|FARTHEST|CHUNK|CREDIT|SHARE)(_|$)")
+    found = {
+        name
+        for room in ("_monitor", "_graph", "_seams", "_gradients", "_locate", "_logs", "_script")
+        for path in sorted((SCRIPT if room == "_script" else ROOM / room).rglob("*.py"))
+        for name in numbers_of(path)
+        if name.isupper() and not limits.match(name)
+    }
+    assert found == {
+        *("WATCHED", "LOOKED_AT"),  # of a budget of time
+        *("_LITTLE", "_LITTLE_CREDIT", "_AFTER_NAN", "_LOOKS"),  # likewise
+        *("_LEAST_NEW", "_LOOKED_AT", "_LAST"),  # steps at which something is looked for
+        *("EARLY", "_GOLDEN", "_WHOLE"),  # which steps, and which elements, are sampled
+        *(
+            "_ALL",
+            "LOOP",
+            "_USE_SOFTMAX",
+            "_SEEDS",
+            "STOPPED",
+        ),  # keys, places and exit statuses
+        *("_DEPTH", "_FEW_ROWS", "_MANY", "_STEPS_BEFORE"),  # of work
+    }
+
+
 def test_each_threshold_is_used_and_has_a_comment():
     used = "".join(
-        path.read_text("utf-8") for path in ROOM.rglob("*.py") if path.name != "thresholds.py"
+        path.read_text("utf-8")
+        for room in (ROOM, SCRIPT)
+        for path in room.rglob("*.py")
+        if path.name != "thresholds.py"
     )
     for name in numbers_of(Path(thresholds.__file__)):
         assert re.search(rf"\b{name}\b", used), name

@@ -10,7 +10,7 @@ from functools import partial
 from statistics import fmean
 
 from gradscaler.diagnose._findings.frameworks import Framework, framework_named
-from gradscaler.diagnose._gradients.fitting_scales import MOST_SAMPLES, has_sizes
+from gradscaler.diagnose._gradients.fitting_scales import has_sizes
 from gradscaler.diagnose._record.events import Event, Events
 from gradscaler.diagnose._record.failure import Failure
 from gradscaler.diagnose._record.formats import format_named
@@ -307,7 +307,7 @@ class Evidence:
             unmoved=unmoved,
             scale=line.scale,
             sample=self.sample if line.shares is None else line,
-            sizes=(*self.sizes, line)[-MOST_SAMPLES:] if has_sizes(line) else self.sizes,
+            sizes=(*self.sizes, line)[-LATEST_SAMPLES:] if has_sizes(line) else self.sizes,
             past=(*self.past, *steps)[-HISTORY_LENGTH:],
             way=self.way.after(step.loss for step in steps if step.loss is not None),
             bad_and_skipped=self.bad_and_skipped + sum(s.has_bad_loss and s.skipped for s in steps),

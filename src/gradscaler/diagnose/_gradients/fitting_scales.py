@@ -13,15 +13,17 @@ from numpy.typing import NDArray
 from gradscaler.diagnose._gradients.histogram import sum_of_bins
 from gradscaler.diagnose._record.formats import Format, format_named
 from gradscaler.diagnose._record.lines import Bins, ParameterSample, Sample
+from gradscaler.diagnose._record.thresholds import (
+    FAR_SCALE,
+    LATEST_SAMPLES,
+    LEAST_ROOM,
+    MOST_FLUSHED,
+    MOST_LEFT_OUT,
+    MOST_LOST,
+    MOST_SMALL,
+    ROOM,
+)
 
-FLUSHED = 0.01  # largest share of a parameter's nonzero gradients that may be flushed
-SMALL = 0.1  # largest share of them that may be flushed or subnormal
-FEW = 0.05  # largest share of all gradients in parameters that may be left out
-ROOM = 2  # times that the largest gradient can double before it overflows
-MOST_SAMPLES = 10  # the latest samples that count; a single batch's gradients may be unusual
-_MOST_LOST = 0.5  # largest share that a parameter may lose at 2**common.high
-_LEAST_ROOM = 4  # doublings of the scale; with more room, parameters that are gone may come back
-_VANISHED = 64  # exponent of a scale that only gradients of about 2**-50 need
 _SMALLEST, _LARGEST = -126, 127  # exponents of a scale in float32
 
 _Counts = tuple[int, NDArray[Any]]  # the first exponent, and the number of gradients of each
@@ -62,9 +64,9 @@ class Fit:
 
         False if only enormous scales would fit, because such small gradients have vanished.
         """
-        if self.common.high > _VANISHED:
+        if self.common.high > FAR_SCALE:
             return False
-        return bool(self.gone) or (self.is_empty and self.lost > _MOST_LOST)
+        return bool(self.gone) or (self.is_empty and self.lost > MOST_LOST)
 
 
 def has_sizes(sample: Sample) -> bool:
@@ -75,7 +77,7 @@ def has_sizes(sample: Sample) -> bool:
 def fit_of(samples: Sequence[Sample], dtype: str) -> Fit | None:
     """The scales that fit the latest samples with finite nonzero gradients; None without such."""
     form = format_named(dtype)
-    samples = [each for each in samples if has_sizes(each)][-MOST_SAMPLES:]
+    samples = [each for each in samples if has_sizes(each)][-LATEST_SAMPLES:]
     if not samples:
         return None
     whole = _sum(each.histogram for each in samples if each.histogram)
@@ -94,7 +96,7 @@ def fit_of(samples: Sequence[Sample], dtype: str) -> Fit | None:
     # An example is a bias before a normalization: its gradient is nothing but rounding errors.
     misfits = tuple(name for name in found if found[name].low > found[highest].high)
     sizes = {name: float(parts[name][1].sum()) for name in found}
-    are_few = sum(sizes[name] for name in misfits) < FEW * sum(sizes.values())
+    are_few = sum(sizes[name] for name in misfits) < MOST_LEFT_OUT * sum(sizes.values())
     left_out = misfits if are_few and highest not in misfits else ()
     counted = {name: each for name, each in found.items() if name not in left_out}
     lowest = max(counted, key=lambda name: counted[name].low)
@@ -122,7 +124,7 @@ def _gone(sample: Sample, parts: Mapping[str, _Counts], edge: int) -> tuple[str,
     ends = [exponent for first, counts in parts.values() for exponent in _ends(first, counts)]
     span = max(ends) + 1 - min(ends)
     room = edge - math.log2(sample.scale)
-    return gone if room <= max(_LEAST_ROOM, span * len(gone) / len(parts)) else ()
+    return gone if room <= max(LEAST_ROOM, span * len(gone) / len(parts)) else ()
 
 
 def fades(found: ParameterSample) -> bool:
@@ -140,7 +142,7 @@ def range_of(first: int, counts: NDArray[Any], form: Format) -> Range | None:
         return None
     below = np.cumsum(counts) / counts.sum()  # the share up to each exponent
     # The exponents of the smallest gradients that must not be flushed, and that must be normal.
-    kept, normal = (int(np.argmax(below > share)) + first for share in (FLUSHED, SMALL))
+    kept, normal = (int(np.argmax(below > share)) + first for share in (MOST_FLUSHED, MOST_SMALL))
     unflushed = form.min_exponent - form.mantissa_bits - 1 - kept
     _, top = _ends(first, counts)
     edge = min(math.frexp(form.largest)[1] - (top + 1), _LARGEST)

@@ -34,11 +34,11 @@ from gradscaler.diagnose._graph.values import Values
 from gradscaler.diagnose._operations.operation import Role
 from gradscaler.diagnose._operations.rows import names_with
 from gradscaler.diagnose._record.located import Located
+from gradscaler.diagnose._record.thresholds import HUGE
 
 _MOST_ON_WAY = 5  # operations
 _MOST_BEFORE = 100  # operations, to look for an exponential among
 _EXPONENTIALS = names_with(Role.EXPONENTIATES)
-_HUGE = 1e9  # more than the numbers of a network that learns
 
 
 class GraphReader:
@@ -212,7 +212,7 @@ def _exponential_before(node: Node, values: Values) -> Node | None:
     edge = _largest(node, values)
     for _ in range(_MOST_BEFORE):
         found = None if edge is None else values.reading(*edge)
-        if edge is None or found is None or found.largest < _HUGE:
+        if edge is None or found is None or found.largest < HUGE:
             return None
         if operation_of(edge[0]) in _EXPONENTIALS:
             return edge[0]

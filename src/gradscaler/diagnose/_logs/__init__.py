@@ -12,16 +12,20 @@ from typing import TextIO
 from gradscaler.diagnose._logs.lines import TOOLS, Log
 from gradscaler.diagnose._record.finding import Finding, Verdict, verdict_of
 from gradscaler.diagnose._record.kinds import KINDS, kind_of
-from gradscaler.diagnose._record.thresholds import EXPLODED, FEW_EVENTS, MOST_SKIPPED
+from gradscaler.diagnose._record.thresholds import (
+    EXPLODED,
+    FEW_EVENTS,
+    MOST_SKIPPED,
+    ROSE_IN_LOG,
+    SANK_IN_LOG,
+    STUCK_IN_LOG,
+)
 from gradscaler.diagnose.report._content import Content, Headline
 from gradscaler.diagnose.report._words import ends, number, shown
 
 NOT_UNDERSTOOD = f"no line looks as {', '.join(TOOLS[:-1])} or {TOOLS[-1]} prints it"
 
 _LONGEST = 4096  # characters; these tools print shorter lines, and patterns are slow on long ones
-_STUCK = 20  # skips in a row, as for a monitor (`stuck_after`)
-_ROSE = 3.0  # times; a language model's loss of 2 or 3 diverges to ln(vocabulary), 10 or so
-_SANK = 2.0**6  # times; single skips lower the scale so far only if they outrun its growth
 _ASK = (
     "The log does not hold the cause: start the script, as it is, with python -m gradscaler run, "
 )
@@ -98,7 +102,7 @@ def _is_at_lowest(log: Log) -> bool:
     return (
         "floor" in log.stops
         or (log.streak >= FEW_EVENTS and scale < 1)
-        or (log.streak >= _STUCK and is_small)
+        or (log.streak >= STUCK_IN_LOG and is_small)
     )
 
 
@@ -108,7 +112,7 @@ def _diverged(log: Log) -> Finding | None:
         return None
     loss = median(log.recent)
     failed = bool(log.bad_now or log.stops) or _is_at_lowest(log)
-    if loss < log.usual * (_ROSE if failed else EXPLODED):
+    if loss < log.usual * (ROSE_IN_LOG if failed else EXPLODED):
         return None
     so = f", then NaN or Inf from {log.since} on" if log.bad_now else ""
     so = so or (", and then the steps failed" if failed else "")
@@ -176,7 +180,7 @@ def _goes_on(log: Log) -> Finding | None:
     """Skips or bad losses that go on after the scale has settled."""
     steps = log.steps[-1] - log.steps[0] if len(log.steps) > 1 else 0
     are_often = steps > 0 and log.late > MOST_SKIPPED * steps
-    sank = log.settled is not None and log.settled >= _SANK * (log.scales or (math.inf,))[-1]
+    sank = log.settled is not None and log.settled >= SANK_IN_LOG * (log.scales or (math.inf,))[-1]
     bad = log.bad - log.bad_now
     if max(bad, log.late if are_often or sank else 0) < FEW_EVENTS:
         return None
@@ -214,7 +218,7 @@ def _normal(log: Log) -> Finding:
         "A skipped step changes no weight: the scaler tried a scale that was too high, and lowered "
         "it. That is no problem unless the scale falls to 1 or the loss becomes NaN."
     )
-    if log.streak >= _STUCK:
+    if log.streak >= STUCK_IN_LOG:
         action += " It is still falling: start from a lower scale to get there sooner."
     return Finding("normal", f"{cause}{noted}", action)
 

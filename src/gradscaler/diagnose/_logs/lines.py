@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from gradscaler.diagnose._record.kinds import KINDS
+from gradscaler.diagnose._record.thresholds import NOT_ROUNDED, QUIET_RECORDS
 
 _N = r"[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf)(?![a-z_])"
 _TRAINER = "transformers' Trainer"
@@ -107,8 +108,6 @@ _RANK = re.compile(r"\s*(?:\[\d+,(\d+)\]<\w+>:|\[(?:rank|default)(\d+)\]:|(?:wor
 _MENTIONS = re.compile(r"\b(jax|paddle|mindspore|keras|tensorflow)\b")
 _OF_TOOLS = {"MindSpore": "mindspore", "PaddleNLP": "paddle", "Paddle": "paddle", "Keras": "keras"}
 _CELL = re.compile(r"\s*(\d+)/\d+\s")  # the first of a row of ultralytics' columns
-_QUIET = 3  # records in a row without a skip: a step was applied, though a bar prints one twice
-_LARGE = 0.01  # a loss; from one as small, 0.0 may be rounded
 
 
 @dataclass
@@ -233,13 +232,13 @@ class Log:
 
     def _is_filtered(self, norm: float | None) -> bool:
         """Whether Trainer's loss of 0 hides a NaN: its norm says so, or it was not small before."""
-        return self.usual > _LARGE if not norm else not math.isfinite(norm)
+        return self.usual > NOT_ROUNDED if not norm else not math.isfinite(norm)
 
     def _count(self, skipped: int, taken: int) -> None:
         if skipped:
             self._skipped(skipped)
         self.quiet += not skipped
-        if self.quiet >= _QUIET or 0 < skipped < taken:
+        if self.quiet >= QUIET_RECORDS or 0 < skipped < taken:
             self._end_streak()
 
     def _add_loss(self, loss: float, step: float | None, trap: str) -> None:

@@ -20,9 +20,9 @@ from gradscaler.diagnose._graph.call_site import Node, differentiated
 from gradscaler.diagnose._graph.hooks import OneCallHooks, weakly
 from gradscaler.diagnose._graph.nodes import MOST_NODES, is_leaf, is_opaque, nodes_from
 from gradscaler.diagnose._monitor.failure_watch import FailureWatch
+from gradscaler.diagnose._record.thresholds import NOT_FLUSHED
 
 _CHECKPOINT = "torch.utils.checkpoint"
-_LARGE = 2.0**-10  # times a slope of 2**-14, it is not flushed in float16
 _LOOKS = 3  # consecutive steps that a round examines
 # Each may make PyTorch compile modules again. The early samples of a run must not use up all.
 _MOST_ROUNDS = 6
@@ -201,5 +201,5 @@ def _note_slope(
     with suppress(Exception):
         before = largest_of(largest(grad) for grad in outputs if grad is not None)
         after = [largest(grad) for grad in inputs if grad is not None]
-        if before >= _LARGE and after and not any(after):
+        if before >= NOT_FLUSHED and after and not any(after):
             flat[node] = operation

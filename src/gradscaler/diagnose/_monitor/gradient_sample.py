@@ -16,10 +16,10 @@ from gradscaler.diagnose._gradients.histogram import Histogram, histograms_of, s
 from gradscaler.diagnose._gradients.reading import largest
 from gradscaler.diagnose._record.formats import format_named
 from gradscaler.diagnose._record.lines import Bins, ParameterSample, Shares
+from gradscaler.diagnose._record.thresholds import UNUSED
 
 EARLY = 2, 5, 10, 20, 50  # steps of a run that are sampled, about equally far apart in logarithm
 _MOST_WORST = 5  # parameters; each has a histogram in the line
-_SMALL = 0.05  # share of all gradients; below it, one that is all 0 is rather unused, as an expert
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, which fractions approximate worst of all
 _WHOLE = 2**64
 
@@ -156,7 +156,7 @@ def _worst(parameters: Mapping[str, ParameterSample], small: float) -> tuple[str
 
     def badness(name: str) -> tuple[bool, float, float]:
         found = parameters[name]
-        is_unused = found.zero == 1 and small < _SMALL
+        is_unused = found.zero == 1 and small < UNUSED
         return is_unused, -found.nonfinite, -(found.zero + found.flushed + found.subnormal)
 
     return tuple(sorted(parameters, key=badness)[:_MOST_WORST])

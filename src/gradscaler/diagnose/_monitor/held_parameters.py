@@ -17,7 +17,7 @@ from gradscaler.diagnose._gradients.reading import Tensor, largest
 from gradscaler.diagnose._graph.nodes import is_leaf, nodes_from
 from gradscaler.diagnose._graph.step_lines import lines_around
 from gradscaler.diagnose._monitor import new_optimizers
-from gradscaler.diagnose._monitor.looks import FEW_ELEMENTS, Mark, is_unchanged, mark_of
+from gradscaler.diagnose._monitor.looks import Mark, is_unchanged, mark_of
 from gradscaler.diagnose._monitor.parameters import (
     OptimizersParameters,
     eps_of,
@@ -25,6 +25,7 @@ from gradscaler.diagnose._monitor.parameters import (
     rates_of,
 )
 from gradscaler.diagnose._record.lines import UNOWNED, Optimizers
+from gradscaler.diagnose._record.thresholds import FEW_ELEMENTS
 
 
 class HeldParameters:

@@ -18,10 +18,9 @@ from gradscaler.diagnose._monitor import new_optimizers
 from gradscaler.diagnose._monitor.iterations import Iteration
 from gradscaler.diagnose._monitor.parameters import groups_of, has_stepped, rates_of
 from gradscaler.diagnose._record.events import Event
-from gradscaler.diagnose._record.thresholds import FEW_STILL, RATE_JUMPED
+from gradscaler.diagnose._record.thresholds import FADED, FEW_STILL, RATE_JUMPED
 
 _SETTINGS = "lr", "weight_decay", "momentum", "betas", "eps"
-_FADED = 1e-6  # times the largest learning rate
 # What makes a schedule of PyTorch's set a rate of 0, by its class; None if any number does in time.
 _ENDS_AT_0 = {
     "StepLR": ("gamma", 0),
@@ -84,7 +83,7 @@ class LearningRates:
             known = [*peaks, *rates[len(peaks) :]]
             self._peaks[id(optimizer)] = peaks = list(map(max, rates, known))
         moved = [(rate, peak) for rate, peak in zip(rates, peaks, strict=True) if peak > 0]
-        return bool(moved) and all(rate <= _FADED * peak for rate, peak in moved)
+        return bool(moved) and all(rate <= FADED * peak for rate, peak in moved)
 
     def _rescheduled(self, optimizer: object, rates: Sequence[float], is_new: bool) -> str | None:
         """How a resumed optimizer's rates leave what they were, as ``"1e-4 to 0.1"``.
@@ -168,7 +167,7 @@ def _zeroing(schedule: Any) -> str:
     latest: Sequence[float] = ()
     with suppress(Exception):  # one of the user's own class may have none
         latest = schedule.get_last_lr()
-    is_at_0 = all(rate <= _FADED * before for rate in latest)
+    is_at_0 = all(rate <= FADED * before for rate in latest)
     if value is None or needed not in (None, value) or not is_at_0:
         return ""
     line = new_optimizers.lines.get(schedule, "")

@@ -17,8 +17,7 @@ from gradscaler.diagnose._graph.hooks import StepHooks, weakly
 from gradscaler.diagnose._monitor.iterations import Iteration
 from gradscaler.diagnose._monitor.parameters import held_by
 from gradscaler.diagnose._record.events import Event
-
-FEW_ELEMENTS = 16  # of a parameter; one that moves changes in these, too
+from gradscaler.diagnose._record.thresholds import FEW_ELEMENTS
 
 # A gradient, which is not kept alive, and the number of its changes that PyTorch counts. A backward
 # pass and `zero_grad(set_to_none=False)` change a gradient, and `zero_grad()` leaves none. A write

@@ -29,15 +29,14 @@ from gradscaler.diagnose._monitor.gradient_check import (
 from gradscaler.diagnose._monitor.iterations import Iteration
 from gradscaler.diagnose._monitor.observer import EagerObserver, closes_if_asked
 from gradscaler.diagnose._monitor.parameters import any_gradient
-from gradscaler.diagnose._monitor.step_log import MANY_CALLS, StepLog
+from gradscaler.diagnose._monitor.step_log import StepLog
 from gradscaler.diagnose._monitor.streaks import MOST_NONFINITE
 from gradscaler.diagnose._record.events import Counted, Event
 from gradscaler.diagnose._record.lines import BadStep
 from gradscaler.diagnose._record.located import Located
-from gradscaler.diagnose._record.thresholds import UNSTEPPED_LOSSES
+from gradscaler.diagnose._record.thresholds import FEW_ELEMENTS, MANY_CALLS, UNSTEPPED_LOSSES
 from gradscaler.outcome import NonfiniteGradient, StepOutcome
 
-_FEW_ELEMENTS = 16  # of a parameter; one that moves changes in these, too
 _ALL = 0  # stands for the ids of all optimizers, in a step that the script leaves out
 _RANGES = "float16", "bfloat16", "float32"  # the narrowest first
 
@@ -128,7 +127,7 @@ class LoopObserver(EagerObserver):
         self._check(iteration)
         if self._begun_with is None:
             used = [p for p in self._trained.values() if p.grad is not None][-1:]
-            self._begun_with = [(p, np.array(sample_of(p, _FEW_ELEMENTS))) for p in used]
+            self._begun_with = [(p, np.array(sample_of(p, FEW_ELEMENTS))) for p in used]
         self._changes = None if self._failure is None else self._num_changes()
         if self._is_in_step and any(p.grad is not None for p in self._trained.values()):
             self._has_gradients = True
@@ -406,7 +405,7 @@ class LoopObserver(EagerObserver):
         if self._held.names or not self._begun_with:  # an optimizer has stepped without a gradient
             return
         for parameter, part in self._begun_with:
-            if not np.array_equal(part, sample_of(parameter, _FEW_ELEMENTS)):
+            if not np.array_equal(part, sample_of(parameter, FEW_ELEMENTS)):
                 return
             place = new_optimizers.of_parameter(parameter)
         events += [Counted(Event.UNTAKEN, at, self._num_unstepped) for at in ("", place)]

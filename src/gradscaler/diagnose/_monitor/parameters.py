@@ -20,9 +20,9 @@ from gradscaler.diagnose._gradients.arrays import (
     to_numpy,
 )
 from gradscaler.diagnose._gradients.reading import Tensor, inspect, read
+from gradscaler.diagnose._record.thresholds import FEW_MOVES
 from gradscaler.outcome import NonfiniteGradient
 
-_FEWEST_STEPS = 10  # in which most parameters should have moved
 _IN_16_BITS = "float16", "bfloat16"
 _EPS = "eps", "_epsilon", "epsilon"  # of an optimizer of MindSpore, Paddle and Keras
 # Optimizers whose steps have a size of their own, so that an eps makes none of them tiny.
@@ -174,7 +174,7 @@ class OptimizersParameters:
             return None
         before, now = self._parts.get(id(optimizer), {}), dict[str, NDArray[Any]]()
         since = self._steps_since(optimizer, step)
-        if since is not None and since < _FEWEST_STEPS:
+        if since is not None and since < FEW_MOVES:
             return None
         self._parts[id(optimizer)], self._parts_at[id(optimizer)] = now, step
         # A learning rate of 0, as at the start of a warm-up, means to move nothing: no rounding.

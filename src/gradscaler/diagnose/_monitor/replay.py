@@ -14,6 +14,7 @@ from gradscaler.diagnose._monitor.step_log import StepLog
 from gradscaler.diagnose._operations.rows import canonical
 from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._record.step import Step
+from gradscaler.diagnose._record.thresholds import REPLAYED_SKIP, SUSPICIOUS_SKIPS
 from gradscaler.diagnose._seams.keras import is_keras
 from gradscaler.policies import Scalar
 
@@ -22,14 +23,6 @@ Replay = Callable[[], Sequence[Any]]
 # A replay runs primitive by primitive, and may take minutes. A failure that three replays do not
 # show again comes from what they leave out, such as random numbers or parameters that have moved.
 MOST_IN_VAIN = 3
-# Skips, each after an applied step, without a growth of the scale between them, from which on a
-# skip of unknown gradients may come from NaN. One is an overflow in any training; a second one may
-# be, which costs a replay.
-_SUSPICIOUS = 2
-# The skip of a streak of unknown gradients at which it is replayed. A scale that starts too large
-# has longer streaks, but few, and a gradient that is NaN in each step is told then, not at a scale
-# of 1.
-_IN_A_ROW = 2
 
 
 class Replays:
@@ -56,7 +49,7 @@ class Replays:
         On a device this waits for the step, so nothing is read at once before a first failure.
         """
         has_failed = _is_on_host(scalar) or self._has_failed
-        may_have_failed = _is_on_host(scalar) or self._num_unexplained >= _SUSPICIOUS
+        may_have_failed = _is_on_host(scalar) or self._num_unexplained >= SUSPICIOUS_SKIPS
         left = self._num_left
         return bool(has_failed and left[True]) or bool(may_have_failed and left[False])
 
@@ -89,7 +82,7 @@ class Replays:
 
     def _is_wanted(self, latest: Step) -> bool:
         """Whether the latest step is the first failure, or decides a verdict without a place."""
-        is_again = self._num_unexplained >= _SUSPICIOUS or self._num_in_a_row == _IN_A_ROW
+        is_again = self._num_unexplained >= SUSPICIOUS_SKIPS or self._num_in_a_row == REPLAYED_SKIP
         is_suspicious = is_again and latest.nonfinite is None
         # NaN without Inf in the very first steps may be an overflow yet, which a replay rules out.
         is_failure = self._log.has_failed(latest) or latest.is_hopeless or is_suspicious

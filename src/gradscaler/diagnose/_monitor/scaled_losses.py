@@ -27,7 +27,12 @@ from gradscaler.diagnose._monitor.listed import in_lists
 from gradscaler.diagnose._operations.operation import Role
 from gradscaler.diagnose._operations.rows import names_with
 from gradscaler.diagnose._record.events import Counted, Event
-from gradscaler.diagnose._record.thresholds import MANY_IN_A_ROW
+from gradscaler.diagnose._record.thresholds import (
+    BELOW_0,
+    LEAST_OWN_SCALE,
+    MANY_IN_A_ROW,
+    SAME_DIFFERENCE,
+)
 
 _NEVER_NEGATIVE = names_with(Role.NEVER_NEGATIVE)
 _PASSED = "div", "mean", "sum", "to"  # between it and the loss; a factor may be negative
@@ -39,7 +44,6 @@ _OF_INF = {
     "reciprocal": ("result", 0.0),
 }
 _FLATTEN = "sigmoid", "tanh"  # whose slope is at most 1 where they are steepest, and else near 0
-_BELOW = -1e-3  # rounding makes a loss of 0 a little less
 _OF_LOGITS = names_with(Role.TAKES_LOGITS)
 _NORMALISE = names_with(Role.MAKES_PROBABILITIES)
 # What comes between a loss and its differences of outputs and targets, and how these are taken.
@@ -48,8 +52,6 @@ _KEEP_TARGETS = names_with(Role.COMPARES)
 _DIFFERENCES = "expand", "sub", "to", *_KEEP_TARGETS
 _RESHAPES = "unsqueeze", "index"
 _PAIRS = "sub", "cdist", "euclidean_dist", "pdist"  # distances of outputs from one another
-_LEAST_SCALE = 256.0  # a smaller power of 2 is rather the size of a batch
-_CLOSE = 1e-2  # of the largest number, for differences that were rounded to bfloat16
 
 
 @dataclass
@@ -166,7 +168,7 @@ class ScaledLosses:
 
     def events(self, loss: float | None) -> Iterable[Counted]:
         """The events of an iteration with this loss; waits for the device."""
-        if any(float(each.mean()) < _BELOW for _, each in self.positive):
+        if any(float(each.mean()) < BELOW_0 for _, each in self.positive):
             yield Counted(Event.NEGATIVE)
         if self.by_hand:
             yield Counted(Event.BY_HAND)
@@ -224,7 +226,7 @@ def _scale_by_hand(loss: Tensor) -> float:
             break
         scale *= factor or 1.0
         (node,) = _before(node)
-    return scale if scale >= _LEAST_SCALE else 0.0
+    return scale if scale >= LEAST_OWN_SCALE else 0.0
 
 
 def _power_of_2(node: Node) -> float | None:
@@ -290,7 +292,7 @@ def _are_probabilities(node: Node) -> bool:
         return name in _NORMALISE
     quotient = given / divisor
     sums = (quotient.sum(dim) for dim in range(quotient.ndim))
-    is_one = any(bool(((each - 1).abs() < _CLOSE).all()) for each in sums)
+    is_one = any(bool(((each - 1).abs() < SAME_DIFFERENCE).all()) for each in sums)
     return is_one and bool((quotient >= 0).all())
 
 
@@ -368,7 +370,7 @@ def _repeats(node: Node, outputs: tuple[int, ...]) -> bool:
     else:
         return False
     kept = differences if targets is None else targets
-    return float(rest.detach().abs().max()) <= _CLOSE * float(kept.detach().abs().max())
+    return float(rest.detach().abs().max()) <= SAME_DIFFERENCE * float(kept.detach().abs().max())
 
 
 def _shape_of(node: Node) -> tuple[int, ...]:

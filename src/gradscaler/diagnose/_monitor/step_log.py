@@ -24,7 +24,7 @@ from gradscaler.diagnose._record.finding import Finding, Verdict
 from gradscaler.diagnose._record.lines import BadStep, Line, Sample, Skip, VerdictLine, Watched
 from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._record.step import Step
-from gradscaler.diagnose._record.thresholds import STAYED_PASSES
+from gradscaler.diagnose._record.thresholds import MANY_CALLS, STAYED_PASSES
 from gradscaler.diagnose._record.writer import RunFile, ScalarLog
 from gradscaler.outcome import HISTORY_LENGTH
 
@@ -32,7 +32,6 @@ OnStuck = Literal["warn", "raise", "continue"]
 
 logger = logging.getLogger("gradscaler")
 
-MANY_CALLS = 10  # calls without a step that are worth a look
 _NONFINITE = "parameter", "state"  # kinds of findings
 _LONGEST_UNWRITTEN = 1.0  # seconds of training that the file of a killed process may lack
 

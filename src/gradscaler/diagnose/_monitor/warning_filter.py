@@ -8,12 +8,10 @@ from time import perf_counter as clock
 
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.kinds import kind_of
+from gradscaler.diagnose._record.thresholds import FIRST_EVENTS, LONG_RUN, WORSE
 
 _LEAST_NEW = 10  # steps from one look to the next
 _SHARE = 0.01  # of the training time, for looks
-_FIRST = 6  # events: as many as early samples, and one
-_WORSE = 10  # times as many steps, for a second report
-_FEWEST = 50  # steps of a run that make an uncertain finding worth a report at its end
 
 
 class WarningFilter:
@@ -50,7 +48,7 @@ class WarningFilter:
         self._events[kind] += 1
         number = self._events[kind]
         if (
-            number <= _FIRST
+            number <= FIRST_EVENTS
             or number.bit_count() == 1
             or (number % 3 == 0 and (number // 3).bit_count() == 1)
         ):
@@ -78,7 +76,7 @@ class WarningFilter:
         """
         before = self._found
         self._found = {each.kind: before.get(each.kind, (step, sampled)) for each in findings}
-        is_long = step - self._first >= _FEWEST
+        is_long = step - self._first >= LONG_RUN
         selected = []
         for finding in findings:
             kind, count = finding.kind, max(finding.count, 1)
@@ -88,7 +86,7 @@ class WarningFilter:
                 is_found_again = sampled_then < sampled
             is_sure = finding.is_certain or is_found_again or (is_last and is_long)
             line = finding.line or ""
-            is_new = count >= _WORSE * self._told.get(line, self._told.get(kind, 0))
+            is_new = count >= WORSE * self._told.get(line, self._told.get(kind, 0))
             is_placed = bool(line) and kind not in self._placed and line not in self._told
             if kind != "normal" and is_sure and (is_new or is_placed):
                 self.note(finding)

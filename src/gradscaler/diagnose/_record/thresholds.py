@@ -1,4 +1,6 @@
-"""The thresholds of the findings, each with its reason, and with the case that set it.
+"""The thresholds of what a user is told, each with its reason, and with the case that set it.
+
+Limits of time, memory and room stand where they hold.
 
 A name in backticks is one of the trainings of the tests, or a test: its verdict is another one
 without the threshold, or at twice or half of it.
@@ -130,4 +132,59 @@ CLIMBED_LOADED = 1.15
 # A resumed run ends near where it began, 0.6 of it at least in those two. One whose loss falls to
 # less has begun to learn: a fine-tuning, or a fold that loads the first weights again.
 FELL_FAR = 0.5
-LATEST_SAMPLES = 10  # that are kept
+LATEST_SAMPLES = 10  # that are kept; the gradients of a single batch may be unusual
+
+# What is noted in a step.
+FEW_ELEMENTS = 16  # of a parameter; one that moves changes in these, too
+FEW_MOVES = 10  # steps, in which most parameters should have moved
+MOVED_BY = 3  # steps, in which what is trained by code that is not seen has moved
+MANY_CALLS = 10  # calls without a step that are worth a look
+UNUSED = 0.05  # the share of all gradients; below it, one that is all 0 is rather unused, an expert
+FADED = 1e-6  # times the largest learning rate
+LEAST_OWN_SCALE = 256.0  # a smaller power of 2 is rather the size of a batch
+SAME_DIFFERENCE = 1e-2  # of the largest number, for differences that were rounded to bfloat16
+BELOW_0 = -1e-3  # a loss; rounding makes one of 0 a little less
+HUGE = 1e9  # more than the numbers of a network that learns
+SMALL_ADDEND = 0.5  # times the largest number: what is added to it was at least as large
+# An eps in float16, where squares of gradients below 5e-3 are 0. Adam then makes steps of 1,500
+# learning rates at the default of 1e-7, and of 17 at this.
+LEAST_EPS = 1e-5
+# Skips, each after an applied step, without a growth of the scale between them, from which on a
+# skip of unknown gradients may come from NaN. One is an overflow in any training; a second one may
+# be, which costs a replay.
+SUSPICIOUS_SKIPS = 2
+# The skip of a streak of unknown gradients at which it is replayed. A scale that starts too large
+# has longer streaks, but few, and a gradient that is NaN in each step is told then, not at a scale
+# of 1.
+REPLAYED_SKIP = 2
+
+NOT_FLUSHED = 2.0**-10  # a gradient; times a slope of 2**-14, it is not flushed in float16
+FEW_SCALERS = 5  # of one optimizer; a script may make one for each fold or stage
+BRIEF_SCALER = 2  # steps of one scaler
+# Of updates, from one rate that is tried to the next: the least, and how far it may be from the
+# most, where they are finer than jumps. Those of a warm-up fall from 2 towards 1.
+LEAST_FACTOR, SAME_FACTORS = 1.05, 1.05
+
+# When a finding is told.
+FIRST_EVENTS = 6  # events: as many as early samples, and one
+WORSE = 10  # times as many steps, for a second report
+LONG_RUN = 50  # steps of a run that make an uncertain finding worth a report at its end
+
+# Scales that fit the gradients of samples.
+MOST_FLUSHED = 0.01  # the largest share of a parameter's nonzero gradients that may be flushed
+MOST_SMALL = 0.1  # the largest share of them that may be flushed or subnormal
+MOST_LEFT_OUT = 0.05  # the largest share of all gradients in parameters that may be left out
+ROOM = 2  # times that the largest gradient can double before it overflows
+MOST_LOST = 0.5  # the largest share that a parameter may lose at the highest scale that fits most
+LEAST_ROOM = 4  # doublings of the scale; with more room, parameters that are gone may come back
+FAR_SCALE = 64  # the exponent of a scale that only gradients of about 2**-50 need
+MOST_GROWTH = 2.0**12  # times the latest sample; a skip that needs more is a bad batch
+SPIKE = 2.0**4  # times the median of the steps before it
+TYPICAL_STEPS = 100  # steps in this median
+
+# What other tools print into a log.
+STUCK_IN_LOG = 20  # skips in a row, as for a monitor ("stuck_after")
+ROSE_IN_LOG = 3.0  # times; a language model's loss of 2 or 3 diverges to ln(vocabulary), 10 or so
+SANK_IN_LOG = 2.0**6  # times; single skips lower the scale so far only if they outrun its growth
+QUIET_RECORDS = 3  # in a row without a skip: a step was applied, though a bar prints one twice
+NOT_ROUNDED = 0.01  # a loss; from one as small, 0.0 may be rounded

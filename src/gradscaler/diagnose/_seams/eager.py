@@ -26,6 +26,7 @@ from gradscaler.diagnose._operations.operation import Role
 from gradscaler.diagnose._operations.rows import names_with
 from gradscaler.diagnose._record.formats import FORMATS
 from gradscaler.diagnose._record.located import Located
+from gradscaler.diagnose._record.thresholds import SMALL_ADDEND
 from gradscaler.diagnose._seams.calls import Calls
 from gradscaler.diagnose._seams.judge import TAKES_NUMBERS, Judge, JudgedSeam, Owned
 
@@ -33,7 +34,6 @@ Node = Any
 
 # Their gradients are copies, or sums of copies, of what they are given.
 _COPIES = {"sum"}.union(*map(names_with, (Role.MOVES, Role.ADDS, Role.STACKS)))
-_SMALL = 0.5  # times the largest number: what is added to it was at least as large
 _IN_PLACE = "__i", "__setitem", "_setitem"
 
 
@@ -349,7 +349,7 @@ class EagerSeam(JudgedSeam, ABC):
             return made
         # Else a sum of finite gradients has overflowed, unless the others are far too small.
         is_only = all(each is unseen for each in every)
-        is_small = self._others[address] < _SMALL * _largest_in(given)
+        is_small = self._others[address] < SMALL_ADDEND * _largest_in(given)
         return made if is_only and is_small else None
 
     def _note_given(self, node: Node | None, reading: Reading) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from gradscaler.diagnose._gradients.fitting_scales import FLUSHED, ROOM, SMALL, Fit
+from gradscaler.diagnose._gradients.fitting_scales import Fit
+from gradscaler.diagnose._record.thresholds import MOST_FLUSHED, MOST_SMALL, ROOM
 
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 RULE = (
     f"A scale fits if no gradient overflows even when it is {2**ROOM} times as large, and if at "
-    f"most {FLUSHED:.0%} of each parameter's nonzero gradients are flushed to zero, and at most "
-    f"{SMALL:.0%} are flushed or subnormal"
+    f"most {MOST_FLUSHED:.0%} of each parameter's nonzero gradients are flushed to zero, and at "
+    f"most {MOST_SMALL:.0%} are flushed or subnormal"
 )
 
 

@@ -13,16 +13,14 @@ from numpy.typing import ArrayLike, NDArray
 from gradscaler.diagnose._findings.run import Run
 from gradscaler.diagnose._gradients.fitting_scales import has_sizes
 from gradscaler.diagnose._record.lines import Bins
+from gradscaler.diagnose._record.thresholds import MOST_GROWTH, SPIKE, TYPICAL_STEPS
 
 OVERFLOW = 65520.0
 """The smallest magnitude that float16 rounds to Inf."""
 
-_MOST_GROWTH = 2.0**12  # times the latest sample; a skip that needs more is a bad batch
 _MOST_STEPS = 4_000_000  # take 1 GB
 _MOST_BINS = 2**27  # in all histograms together; they take 1 GB
 _LOWEST, _HIGHEST = -160, 140  # exponents beyond which no scale in float32 makes a difference
-_SPIKE = 2.0**4  # times the median of the steps before it
-_TYPICAL = 100  # steps in this median
 _CHUNK = 2**14  # steps
 
 
@@ -99,7 +97,7 @@ class Trace:
         found = []
         start, limit = None, 0.0
         with np.errstate(over="ignore"):
-            limits = (_SPIKE * self._typical).tolist()
+            limits = (SPIKE * self._typical).tolist()
         for step, size in enumerate(self.extreme.tolist()):
             if start is None and size >= limits[step] > 0:
                 start, limit = step, limits[step]
@@ -118,11 +116,11 @@ class Trace:
         """
         medians = np.zeros(self.num_steps)
         with np.errstate(over="ignore"):  # the mean of the middle two values may overflow
-            for step in range(1, min(_TYPICAL, self.num_steps)):
+            for step in range(1, min(TYPICAL_STEPS, self.num_steps)):
                 medians[step] = np.median(self.largest[:step])
-            for start in range(_TYPICAL, self.num_steps, _CHUNK):
-                part = self.largest[start - _TYPICAL : start + _CHUNK - 1]
-                windows = sliding_window_view(part, _TYPICAL)[: self.num_steps - start]
+            for start in range(TYPICAL_STEPS, self.num_steps, _CHUNK):
+                part = self.largest[start - TYPICAL_STEPS : start + _CHUNK - 1]
+                windows = sliding_window_view(part, TYPICAL_STEPS)[: self.num_steps - start]
                 medians[start : start + _CHUNK] = np.median(windows, axis=1)
         return medians
 
@@ -169,7 +167,7 @@ class Trace:
             least = OVERFLOW / scales_of(run)[at]
             losses = np.array([run.losses.get(step, 0.0) for step in sorted(skipped)])
             with np.errstate(over="ignore"):
-                is_bad = ~np.isfinite(losses) | (least > _MOST_GROWTH * largest[at])
+                is_bad = ~np.isfinite(losses) | (least > MOST_GROWTH * largest[at])
             extreme[at] = np.where(is_bad, math.inf, np.maximum(least, largest[at]))
         return cls(largest, extreme, *_rows([s.histogram for s in samples if s.histogram]), latest)
 
