@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copyreg
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import tensorplay
@@ -34,6 +35,9 @@ class _InPlaceOfTheirs(GradScaler):
         object.__new__(_THEIRS).__init__("cpu", *given)  # raises what theirs raises
         super().__init__(device, *given)
         self._allows_mixed = True  # it raises no error that theirs does not
+
+    def __reduce__(self) -> tuple[object, ...]:  # a file names the public class
+        return partial(copyreg.__newobj__, GradScaler), (), self.__getstate__()  # type: ignore[attr-defined]
 
 
 _InPlaceOfTheirs.__init__.__qualname__ = _THEIRS.__init__.__qualname__  # for errors of a call
