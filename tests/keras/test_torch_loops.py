@@ -1,6 +1,8 @@
 """Loops of PyTorch in which an optimizer of Keras steps, under ``gradscaler run``."""
 
+import gc
 import io
+import weakref
 
 import keras
 import numpy as np
@@ -76,3 +78,18 @@ def test_an_optimizer_that_scales_losses_is_left_alone(said):
     text = said(lambda: loop(1.0, scaled))
     assert "after 30 steps" not in text
     assert "steps of Keras' LossScaleOptimizer in a loop of the script's own" in text
+
+
+def test_a_watch_keeps_no_optimizer_alive(said):
+    alive = []
+
+    def train():
+        optimizer = keras.optimizers.SGD(0.01)
+        alive.append(weakref.ref(optimizer))
+        loop(1.0, optimizer, num_steps=2)
+        del optimizer
+        gc.collect()
+        alive.append(alive[0]())
+
+    assert "after 2 steps" in said(train)
+    assert alive[1] is None

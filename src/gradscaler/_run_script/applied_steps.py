@@ -14,6 +14,7 @@ from gradscaler._run_script.undo import replace
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.stand_ins import in_place_of
 from gradscaler.diagnose._locate.locate import is_locating
+from gradscaler.diagnose._monitor.by_identity import ByIdentity
 from gradscaler.diagnose._monitor.parameters import eps_of
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
 
@@ -35,7 +36,7 @@ class KerasLoops:
     def __init__(self, options: argparse.Namespace) -> None:
         self._keras: Any = sys.modules["keras"]
         self._runs = Runs(_NAME, options)
-        self._known: dict[int, Optimizer] = {}  # kept, so that no other has its id
+        self._numbers, self._num_known = ByIdentity[int](), 0  # of optimizers; the keys of runs
         self._loss: Tensor | None = None  # of the latest backward pass
         self._stepping = 0  # calls of steps that run
 
@@ -81,9 +82,9 @@ class KerasLoops:
         self._stepping += 1
         if self._stepping > 1 or self._runs.is_off or self._is_elsewhere(optimizer):
             return
-        key = id(optimizer)
-        if key not in self._known:
-            self._known[key] = optimizer
+        if not (key := self._numbers.get(optimizer, 0)):
+            self._num_known += 1
+            self._numbers[optimizer] = key = self._num_known
             scaler = Unscaled("keras", eps=eps_of(optimizer))
             self._runs.begin(key, scaler, None, has_watch=False)
         if (run := self._runs.open.get(key)) is not None:
@@ -96,7 +97,7 @@ class KerasLoops:
     def _after_step(self, optimizer: Optimizer) -> None:
         self._stepping -= 1
         if not self._stepping:
-            self._runs.end_step(id(optimizer))
+            self._runs.end_step(self._numbers.get(optimizer, 0))
 
     def _is_elsewhere(self, optimizer: Optimizer) -> bool:
         """Whether ``fit`` steps, which is watched by itself, or an optimizer that scales losses."""

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import cache
 from linecache import getlines
 from traceback import walk_stack
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from gradscaler._run_script.step_shapes import PASS_NONE
@@ -109,7 +109,7 @@ def _value_of(code: ast.expr, names: Mapping[str, Any]) -> Any:
 
 def _function_of(value: Any) -> FunctionType | None:
     """The function of the user's that a call of a value runs; of a layer, its ``call``."""
-    value = getattr(value, "__func__", value)
+    value = value.__func__ if isinstance(value, MethodType) else value
     if not isinstance(value, FunctionType):
         kind = type(value)
         value = inspect.getattr_static(kind, "call", None)
