@@ -45,7 +45,7 @@ SECTIONS = {  # the headings on a page; any other benchmark is of a whole step
     "torch_master_weights": "Weights in 16 bits, beside float32 ones",
     "torch_monitor": "With a monitor",
     "torch_weights": "A training step with weights in 16 bits",
-    "torch_run": "Under gradscaler run, without a scaler",
+    "torch_run": "Under gradscaler run",
     "keras_optimizer.jax": "On JAX",
     "keras_optimizer.tensorflow": "On TensorFlow",
     "keras_optimizer.torch": "On PyTorch",
