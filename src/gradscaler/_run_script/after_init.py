@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -21,5 +22,7 @@ def after_init(kind: Any, call: Callable[[Any], None]) -> None:
         safe(self)
 
     replace(kind, "__init__", initialized)
+    if in_memory(kind):
+        gc.collect()  # those of a training before, which nothing refers to any more
     for each in in_memory(kind):
         safe(each)

@@ -18,3 +18,15 @@ def test_a_warning_of_a_seen_class_names_the_line_that_makes_the_object():
         made = Own()
     assert seen == [made]
     assert [each.filename for each in said] == [__file__]
+
+
+class Stale:
+    pass
+
+
+def test_what_nothing_refers_to_any_more_is_not_seen():
+    alive, stale, seen = Stale(), Stale(), []
+    stale.itself = stale
+    del stale
+    after_init(Stale, seen.append)
+    assert seen == [alive]
