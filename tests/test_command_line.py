@@ -58,6 +58,15 @@ def test_a_report_is_written_whether_or_not_anyone_reads_the_output(run, tmp_pat
     assert (tmp_path / "report.html").stat().st_size > 1000
 
 
+def test_a_pattern_that_no_shell_has_expanded_is_a_list_of_files(run, capsys):
+    assert main(["explain", run]) == 0
+    alone = capsys.readouterr().out
+    assert main(["explain", run.replace("run.", "r*.")]) == 0
+    assert capsys.readouterr().out == alone
+    assert main(["explain", run.replace("run.", "no*.")]) == 1
+    assert "no*.jsonl" in capsys.readouterr().err
+
+
 def test_two_runs_that_are_no_ranks_are_explained_apart_or_compared(run, tmp_path, capsys):
     other = tmp_path / "other.jsonl"
     other.write_bytes(Path(run).read_bytes())

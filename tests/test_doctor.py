@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gradscaler import _doctor
+from gradscaler import _doctor, _frameworks
 from gradscaler.__main__ import main
 from gradscaler._frameworks import FRAMEWORKS, install_command
 
@@ -108,6 +108,17 @@ def test_a_checkout_that_is_not_installed_is_installed_with_the_extras(monkeypat
 
     monkeypatch.setattr(metadata, "requires", no_package)
     assert install_command("torch", "demo") == "pip install '.[torch,demo]'"
+
+
+@pytest.mark.parametrize(
+    ("system", "command"),
+    [("posix", "pip install 'torch>=2.6'"), ("nt", 'pip install "torch>=2.6"')],
+)
+def test_a_command_is_quoted_for_the_shell_of_the_platform(monkeypatch, system, command):
+    monkeypatch.setattr(metadata, "requires", lambda name: ["torch>=2.6; extra == 'torch'"])
+    monkeypatch.setattr(_frameworks.os, "name", system)
+    assert install_command("torch") == command
+    assert _frameworks.quoted(r"runs\train-1.jsonl" if system == "nt" else "runs/a.jsonl")[0] == "r"
 
 
 def test_what_to_write_stands_in_one_column(monkeypatch):

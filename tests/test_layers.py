@@ -73,7 +73,14 @@ TABLE = {
     "diagnose": ROOMS | {"diagnose._locate", "diagnose._monitor"},
     "demo": {"_frameworks", "torch", "diagnose", "diagnose.report"},
     "_doctor": {"_frameworks", "gradscaler"},
-    "_run_script": {"_notebook", "torch", "diagnose", "diagnose._record", "diagnose.report"}
+    "_run_script": {
+        "_frameworks",
+        "_notebook",
+        "torch",
+        "diagnose",
+        "diagnose._record",
+        "diagnose.report",
+    }
     | {"diagnose._locate", "diagnose._graph", "diagnose._findings", "diagnose._monitor"}
     | {"diagnose._seams", "diagnose._gradients"},
     "__main__": {"_atomic", "_doctor", "_frameworks", "_run_script", "gradscaler", "checkpoint"}

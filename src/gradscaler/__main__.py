@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     parsed = _parser().parse_args(arguments)
+    if "sources" in parsed:
+        parsed.sources = [file for source in parsed.sources for file in _files_of(source)]
     try:
         parsed.run(parsed)
     except KeyboardInterrupt:
@@ -52,6 +55,12 @@ def _run(arguments: Sequence[str] | None) -> int:
         _say(str(error))
         return 1
     return 0
+
+
+def _files_of(source: Path) -> list[Path]:
+    """The files of a pattern that no shell has expanded, as on Windows and between quotes."""
+    found = [] if source.exists() else sorted(map(Path, glob(str(source))))  # noqa: PTH207 # absolute ones, too
+    return found or [source]
 
 
 _EXAMPLES = {

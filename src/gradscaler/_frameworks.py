@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -62,7 +63,14 @@ def install_command(*extras: str) -> str:
     wanted = [requirement for extra in extras for requirement in requirements_of(extra)]
     if not wanted:  # a checkout that is not installed
         wanted = [f".[{','.join(extras)}]"]
-    return f"pip install {shlex.join(wanted)}"
+    return f"pip install {' '.join(map(quoted, wanted))}"
+
+
+def quoted(word: str) -> str:
+    """A word as the shell of this platform takes it."""
+    if os.name != "nt":
+        return shlex.quote(word)
+    return word if re.fullmatch(r"[\w.:\\/,+=@~-]+", word) else f'"{word}"'
 
 
 def requirements_of(extra: str) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import os
-import shlex
 import sys
 import textwrap
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from gradscaler._frameworks import quoted
 from gradscaler._run_script.undo import on_stop
 
 # As wide as the documents. A word may be a path, which stays whole.
@@ -132,4 +132,4 @@ def is_quiet_rank() -> bool:
 def shown(path: Path) -> str:
     """A path as the user would type it."""
     near = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return shlex.quote(str(near))
+    return quoted(str(near))

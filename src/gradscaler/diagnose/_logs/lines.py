@@ -50,6 +50,7 @@ PATTERNS = (
     (_TRAINER, "record", "loss", r"\{['\"]loss['\"]: "),
     ("MindSpore", "record", "loss is", r"\bepoch: *\d+,? +step: *\d+,? +loss is"),
     ("PaddleNLP", "record", "global_step", r"\bloss: .*\bglobal_step: *\d"),
+    ("PaddleNLP", "record", "global step", r"\bglobal step \d+, epoch: \d+, batch: \d+, loss: "),
     ("Paddle", "record", "- loss: ", r"^\s*step +\d+/\d+ .*s/step"),
     ("ultralytics", "record", "ultralytics loss", ""),
     ("Keras", "loss", "invalid loss", "Invalid loss, terminating training"),
