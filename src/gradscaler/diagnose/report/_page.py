@@ -205,8 +205,8 @@ $source$links</header>
 $first
 <p class="dim">$facts</p>
 <div class="figures">
-$figures$tables$meanings</div>
-</main>
+$figures$tables</div>
+$meanings</main>
 </body>
 </html>
 """)
