@@ -35,7 +35,10 @@ def _fail(_: CodeType) -> None:
 
 
 def _is_own(frame: FrameType | None) -> bool:
-    file = "" if frame is None else frame.f_code.co_filename
+    """Whether a frame is of our code, and not of the guard or of a function that guards a call."""
+    if frame is None or frame.f_code.co_name == "safe":
+        return False
+    file = frame.f_code.co_filename
     return file.startswith(_ROOMS) and file != guards.__file__
 
 

@@ -43,7 +43,7 @@ def is_traced(code):
         return False
     # The collector calls the first too, and ignores its errors. An interrupt in the second is one
     # at the end of optimizer.step() itself. The third calls under a lock: no interrupt comes
-    # between the end of that call and the lock's release, but a trace may.
+    # between the lock and that call, nor between its end and the lock's release, but a trace may.
     return code.co_name not in ("remove_all", "_unless", "safe")
 
 

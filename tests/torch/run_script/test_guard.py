@@ -85,8 +85,10 @@ CALLS_ON = "initialized", "announced", "call", "__call__", "__torch_function__"
 
 
 def is_own(frame):
-    file = frame.f_code.co_filename
-    return file.startswith(ROOMS) and file != guards.__file__
+    """Whether a frame is of our code, and not of the guard or of a function that guards a call."""
+    code = frame.f_code
+    is_guard = code.co_name == "safe" or code.co_filename == guards.__file__
+    return code.co_filename.startswith(ROOMS) and not is_guard
 
 
 @contextmanager

@@ -49,22 +49,21 @@ def closes_if_asked(method: MethodT) -> MethodT:
     def close_if_asked(self: EagerObserver) -> None:
         self._close_if_asked()
 
-    safe = guarded(method)
-
     @wraps(method)
-    def call(self: EagerObserver, *args: object) -> None:
+    def safe(self: EagerObserver, *args: object) -> None:
         try:
-            with guard.lock:  # first, as all that is guarded holds it
-                if self._running.locked():  # the outer call closes it
-                    safe(self, *args)
-                    return
-                with self._running:
-                    safe(self, *args)
+            # The first lock comes first, as all that is guarded holds it. The outermost call of an
+            # observer holds the second, and closes it.
+            with guard.lock, guard.lock if self._running.locked() else self._running:
+                try:
+                    method(self, *args)
+                except Exception as error:
+                    guard.handle(error)
         finally:
             if self._finish is not None and not self._running.locked():
                 close_if_asked(self)
 
-    return call  # type: ignore[return-value]
+    return safe  # type: ignore[return-value]
 
 
 class EagerObserver(StepSource):
