@@ -23,7 +23,7 @@ class BackwardListener:
         """A backward pass has ended without an error."""
 
 
-_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+_listeners: set[weakref.ref[BackwardListener]] = set()  # of those that are alive
 _replaced: list[Callable[..., None]] = []  # PyTorch's own function, while anyone listens
 _trains: list[threading.Thread] = []  # the thread of the latest backward pass
 _inside: set[int] = set()  # the ids of threads in a backward pass
@@ -35,7 +35,7 @@ def listen(listener: BackwardListener) -> None:
     No public hook knows the loss, so this replaces ``torch.autograd.backward``, which
     ``Tensor.backward`` calls too.
     """
-    _listeners.add(listener)
+    _listeners.add(weakref.ref(listener, _listeners.discard))
     if not _replaced:
         torch: Any = sys.modules["torch"]
         _replaced.append(torch.autograd.backward)
@@ -44,7 +44,7 @@ def listen(listener: BackwardListener) -> None:
 
 def ignore(listener: BackwardListener) -> None:
     """Tell an object of no more backward passes."""
-    _listeners.discard(listener)
+    _listeners.discard(weakref.ref(listener))  # references to one object are equal
     if not _listeners:  # another watch may begin in another thread
         _trains.clear()
     torch: Any = sys.modules["torch"]
@@ -57,16 +57,17 @@ def _announcing(backward: Callable[..., None]) -> Callable[..., None]:
     @wraps(backward)
     def announced(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
         own = threading.get_ident()
-        if _is_inside(own):
+        if _inside and _is_inside(own):
             backward(tensors, grad_tensors, *args, **kwargs)
             return
+        told: list[BackwardListener] = []
         _inside.add(own)
         try:
-            listeners = _tell_before(_losses_in(tensors))
+            _tell_before(told, _losses_in(tensors))
             backward(tensors, grad_tensors, *args, **kwargs)
         finally:
             _inside.discard(own)
-        _tell_after(listeners)
+        _tell_after(told)
 
     return announced
 
@@ -76,47 +77,45 @@ def _is_inside(thread: int) -> bool:
 
     A device has a thread of PyTorch's own for the passes of all threads.
     """
-    if thread in _inside or not _inside:
-        return thread in _inside
+    if thread in _inside:
+        return True
     known = [each for each in threading.enumerate() if each.ident == thread]
     return not known or isinstance(known[0], threading._DummyThread)
 
 
 @guarded
-def _tell_after(listeners: Sequence[BackwardListener]) -> None:
-    for each in listeners:
-        each.after_backward()
-
-
-def _tell_before(losses: Sequence[Tensor]) -> list[BackwardListener]:
+def _tell_before(told: list[BackwardListener], losses: Sequence[Tensor]) -> None:
     """Tell all listeners of a backward pass that begins, also those that join meanwhile."""
-    told: list[BackwardListener] = []
     _end_if_in_threads()
-    _tell_each(told, losses)
-    return told
-
-
-@guarded
-def _end_if_in_threads() -> None:
-    """End all watches before a second thread trains: its backward pass writes what they read."""
-    if not _listeners:
-        return
-    own = threading.current_thread()
-    if any(each is not own and each.is_alive() for each in _trains):
-        reason = "a second thread made a backward pass, and gradscaler watches one"
-        guard.end(reason, f"the watch ended, and the training goes on: {reason}.")
-    _trains[:] = [own]
-
-
-@guarded
-def _tell_each(told: list[BackwardListener], losses: Sequence[Tensor]) -> None:
-    while joined := [each for each in _listeners if each not in told]:
+    while joined := [
+        each for own in list(_listeners) if (each := own()) is not None and each not in told
+    ]:
         for each in joined:
             told.append(each)
             each.before_backward(losses)
 
 
+@guarded
+def _tell_after(told: Sequence[BackwardListener]) -> None:
+    for each in told:
+        each.after_backward()
+
+
+def _end_if_in_threads() -> None:
+    """End all watches before a second thread trains: its backward pass writes what they read."""
+    own = threading.current_thread()
+    if _trains == [own] or not _listeners:
+        return
+    if any(each.is_alive() for each in _trains):
+        reason = "a second thread made a backward pass, and gradscaler watches one"
+        guard.end(reason, f"the watch ended, and the training goes on: {reason}.")
+    _trains[:] = [own]
+
+
 def _losses_in(tensors: Any) -> list[Tensor]:
     torch: Any = sys.modules["torch"]
-    roots = tensors if isinstance(tensors, Sequence) else [tensors]
+    if isinstance(tensors, torch.Tensor):  # most are, and another test makes more calls
+        roots: Sequence[Any] = [tensors]
+    else:
+        roots = tensors if isinstance(tensors, Sequence) else ()
     return [root for root in roots if isinstance(root, torch.Tensor) and root.numel() == 1]
