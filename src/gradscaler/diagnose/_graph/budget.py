@@ -19,6 +19,9 @@ class Budget:
         share: the share.
         of_processor: whether watches take the time of the processor alone: another process may
             stop a watch that is much shorter than a step.
+
+    Attributes:
+        began: the start of the running watch; None if none is running.
     """
 
     def __init__(
@@ -26,7 +29,7 @@ class Budget:
     ) -> None:
         self._credit, self._share, self._of_processor = credit, share, of_processor
         self._first: tuple[int, float] | None = None  # the first step, and when it ended
-        self._began: float | None = None  # the start of the running watch
+        self.began: float | None = None
         self._may_take = 0.0  # seconds for the running watch
         self._spent = 0.0
         self._longest = 0.0
@@ -58,30 +61,26 @@ class Budget:
         return left if expected <= left else None
 
     @property
-    def is_running(self) -> bool:
-        """Whether a watch is running."""
-        return self._began is not None
-
-    @property
     def is_used_up(self) -> bool:
         """Whether the running watch has exceeded its time."""
-        return self._began is not None and self._now() - self._began > self._may_take
+        now = processor_clock() if self._of_processor else clock()
+        return self.began is not None and now - self.began > self._may_take
 
     def begin(self, seconds: float, usual: float = 0.0) -> None:
         """Begin a watch that may take ``seconds`` more than what it watches usually takes."""
-        self.end()
-        self._began, self._may_take = self._now() + usual, seconds
+        if self.began is not None:
+            self.end()
+        now = processor_clock() if self._of_processor else clock()
+        self.began, self._may_take = now + usual, seconds
 
     def end(self) -> None:
         """End the running watch.
 
         A watch that exceeded its time was cut off. A complete one is assumed to take twice as long.
         """
-        if self._began is not None:
-            took = max(self._now() - self._began, 0.0)
+        if self.began is not None:
+            now = processor_clock() if self._of_processor else clock()
+            took = max(now - self.began, 0.0)
             self._spent += took
             self._longest = max(self._longest, 2 * took if took > self._may_take else took)
-            self._began = None
-
-    def _now(self) -> float:
-        return processor_clock() if self._of_processor else clock()
+            self.began = None

@@ -54,10 +54,12 @@ class Tracebacks:
         if not self._modes and not torch.is_anomaly_enabled():
             self._modes.append(torch.autograd.set_detect_anomaly(True, check_nan=False))
 
-    def stop(self) -> None:
-        """Keep no more tracebacks."""
-        if self._modes:
+    def stop(self) -> bool:
+        """Keep no more tracebacks; return whether they were kept."""
+        was_on = bool(self._modes)
+        if was_on:
             _leave(self._modes)
+        return was_on
 
     def note(self, nodes: Sequence[Node]) -> bool:
         """Note the lines of nodes that have tracebacks; return whether there were new ones."""

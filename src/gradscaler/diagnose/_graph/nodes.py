@@ -109,10 +109,11 @@ def saved(node: Node, name: str) -> Any:
 
     To read what a hook has packed would unpack it, which a checkpoint allows once in a pass.
     """
-    with suppress(Exception):
-        if not is_packed(getattr(node, _RAW + name, None)):
-            return getattr(node, f"_saved_{name}")
-    return None
+    try:  # each step comes here, and `suppress` makes three calls
+        raw = getattr(node, _RAW + name, None)
+        return None if raw is not None and is_packed(raw) else getattr(node, f"_saved_{name}")
+    except Exception:
+        return None
 
 
 def has_packed(node: Node) -> bool:

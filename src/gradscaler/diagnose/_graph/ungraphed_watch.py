@@ -44,11 +44,12 @@ class UngraphedWatch:
         terms: the constant terms of its losses, if they are sought.
         gradients: the gradients without a graph in its losses, likewise.
         calls: sees the calls.
+        budget: the time of the watches.
     """
 
     def __init__(self, model: Module | None, is_on: bool) -> None:
         self._model = model
-        self._budget = Budget(CREDIT)
+        self.budget = Budget(CREDIT)
         self._left = _MOST_IN_VAIN * is_on  # failures that may show nothing
         self._is_wanted = False
         self._healthy_left = 0  # steps to watch until another failure
@@ -83,12 +84,12 @@ class UngraphedWatch:
         """Begin a step, before its forward pass."""
         self._follows = bool(self._is_wanted and self._left and self._healthy_left)
         is_due, self._is_sought = self._follows or self._is_sought, False
-        seconds = self._budget.left(step - 1) if is_due else None
+        seconds = self.budget.left(step - 1) if is_due else None
         if seconds is not None:
             self._forget(self._model)
             with suppress(RuntimeError):  # a compiled step: PyTorch changes no stance in it
                 self.calls.start()
-                self._budget.begin(seconds, self._budget.usual(step - 1))
+                self.budget.begin(seconds, self.budget.usual(step - 1))
                 self._healthy_left -= self._follows
 
     def end_passes(self) -> None:
@@ -96,12 +97,11 @@ class UngraphedWatch:
         if self.calls.is_entered:
             self.calls.stop()
 
-    def step_ended(self, step: int, found: Located | None) -> None:
+    def step_ended(self, found: Located | None) -> None:
         """Note the end of a step, and the origin of the Inf or NaN in its loss, if any."""
-        if is_over := self._budget.is_running:
+        if is_over := self.budget.began is not None:
             self.stop()
         was_watched = is_over and self._follows
-        self._budget.step_ended(step)
         if found is not None:  # the verdict is that, whatever else the loss adds
             self._seeks_left, self._is_sought = 0, False
             self._is_wanted, self._healthy_left = not is_exact(found), _MOST_HEALTHY
@@ -111,7 +111,7 @@ class UngraphedWatch:
     def stop(self) -> None:
         """Stop watching, and forget what was seen."""
         self.calls.stop()
-        self._budget.end()
+        self.budget.end()
         self._forget()
 
     def _forget(self, model: Module | None = None) -> None:
@@ -126,7 +126,7 @@ class UngraphedWatch:
 
     def _may_continue(self) -> bool:
         """Whether to go on watching at a call; breaks the watch off if not."""
-        if self._budget.is_used_up or self._is_evaluating():
+        if self.budget.is_used_up or self._is_evaluating():
             self.stop()
         return self.calls.is_on
 

@@ -45,8 +45,7 @@ class Walks:
             self.shown, (walk, nodes) = {}, _Walk.through(root)
             if nodes:
                 self._walks = [walk, *self._walks][:_MOST_WALKS]
-        suspects = [nodes[place] for place in walk.suspects]
-        return [node for node in suspects if not _is_power(node)]
+        return [node for place in walk.suspects if not _is_power(node := nodes[place])]
 
 
 class _Step(NamedTuple):

@@ -89,9 +89,10 @@ class GraphWatch:
         try:  # each step comes here, and `suppress` makes three calls
             self._has_lines = self._lines.is_on or self._was_on  # a forward pass came before it
             self._was_on = False
-            is_new = self._has_lines and self._lines.note(in_order(loss))
-            if not is_new and not self._traces_left:
-                self._lines.stop()
+            if self._has_lines:
+                is_new = self._lines.note(in_order(loss))
+                if not is_new and not self._traces_left:
+                    self._lines.stop()
             if self._is_bad(loss):
                 if self.located is None and not self._is_told:
                     is_due, self._has_read = not self._has_read, True
@@ -109,7 +110,7 @@ class GraphWatch:
 
     def retain(self, loss: Tensor) -> None:
         """Hold what the graph of a finite loss keeps until :meth:`of_backward`, if time is left."""
-        self.release()
+        self._retained = None
         seconds = None if loss.grad_fn is None else self._retaining.left(self._step)
         if seconds is not None:
             self._retaining.begin(seconds)
@@ -210,13 +211,14 @@ class GraphWatch:
         """
         if step == self._step:  # an interrupted call was repeated
             return
-        for budget in (self._budget, self._retaining):
-            budget.step_ended(step)
+        if not self._step:
+            for budget in (self._budget, self._retaining, self.ungraphed.budget):
+                budget.step_ended(step)
         found = self.located or self.gradients.located
         self._hides_lines = found is not None and (found.operation or "").startswith(OPAQUE)
         self._has_failed |= has_failed or is_hopeless
         self._is_told = has_failed and (self._is_told or is_exact(found))  # in this streak
-        self.ungraphed.step_ended(step, self.located)
+        self.ungraphed.step_ended(self.located)
         self._input = found if found is not None and found.kind == "input" else None
         self._trace(found)
         self.gradients.step_ended(is_hopeless, has_nan)
@@ -224,8 +226,7 @@ class GraphWatch:
 
     def _trace(self, found: Located | None) -> None:
         """Keep tracebacks in the next steps too if what was found has no line."""
-        self._was_on = self._lines.is_on
-        self._lines.stop()
+        self._was_on = self._lines.stop()
         if self._traces_left:
             self._traces_left *= found is None or found.line is None
             self._traces_left -= self._traces_left > 0
@@ -300,7 +301,8 @@ class GradientWatch:
 
     def step_ended(self, is_hopeless: bool, has_nan: bool) -> None:
         """Note the end of a step: whether its gradients were bad at any loss scale, or held NaN."""
-        self.stop()
+        if self._reader is not None:
+            self.stop()
         self._stays_on |= is_hopeless
         if self.located is not None:
             self._stays_on = not self.is_proven
@@ -309,7 +311,6 @@ class GradientWatch:
 
     def begin(self) -> None:
         """Begin a step."""
-        self.stop()
         self.located = self.likely = None
         self.is_proven = False
 

@@ -77,7 +77,7 @@ class FailureWatch:
     @property
     def is_on(self) -> bool:
         """Whether a watch is running."""
-        return self._budget.is_running
+        return self._budget.began is not None
 
     def start_if_wanted(self, step: int) -> None:
         """Watch a step if :meth:`step_ended` found that worthwhile after the step before."""
