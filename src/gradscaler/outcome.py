@@ -87,12 +87,12 @@ class StepOutcome:
     @property
     def applied(self) -> bool:
         """Whether the optimizer updated its parameters."""
-        return self.reason in ("finite", "disabled")
+        return not self.skipped
 
     @property
     def skipped(self) -> bool:
         """Whether the optimizer left its parameters as they were."""
-        return not self.applied
+        return self.reason not in ("finite", "disabled")
 
     @property
     def scale(self) -> float:

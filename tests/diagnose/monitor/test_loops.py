@@ -167,7 +167,7 @@ def test_a_monitor_adds_few_calls_to_a_step_however_many_parameters_there_are(fo
             loop.steps("." * 25)
             counts.append(python_calls(loop))
         added.append(counts[1] - counts[0])
-    assert added[0] == added[1] < 170
+    assert added[0] == added[1] < 140
 
 
 def said(loop, flags):

@@ -131,7 +131,8 @@ def has_numbers(array: Array) -> bool:
     if array.is_meta or isinstance(array, torch.nn.parameter.UninitializedTensorMixin):
         return False
     fake: Any = sys.modules.get("torch._subclasses.fake_tensor")
-    return fake is None or not isinstance(local(array), fake.FakeTensor)
+    is_plain = type(array) is torch.Tensor  # most are, and need no call
+    return fake is None or is_plain or not isinstance(local(array), fake.FakeTensor)
 
 
 def alone(array: Array) -> Array:

@@ -83,22 +83,23 @@ class Iteration:
         was_skipped = any(skipped.values())
         unzeroed = [n for n, held in self.added_to.items() if _stays(float(held), was_skipped)]
         step = Step(self.number, last.scale, was_skipped, loss, nonfinite, self.batch)
-        is_overwritten = 2 * sum(map(bool, self.overwritten)) > len(self.overwritten)
-        seen_now = {
-            Event.UNZEROED: bool(unzeroed) and Counted(Event.UNZEROED) not in self.events,
-            Event.LOSSLESS: not self.losses,
-            Event.OVERWRITTEN: is_overwritten,
-        }
-        events = (
-            *self.events,
-            *(Counted(event) for event, is_seen in seen_now.items() if is_seen),
-            *(Counted(Event.UNZEROED, name) for name in unzeroed if name),
-            *self.scaled.events(loss),
-        )
+        events = [*self.events]
+        if unzeroed and Counted(Event.UNZEROED) not in events:
+            events.append(Counted(Event.UNZEROED))
+        if not self.losses:
+            events.append(Counted(Event.LOSSLESS))
+        if 2 * sum(map(bool, self.overwritten)) > len(self.overwritten):
+            events.append(Counted(Event.OVERWRITTEN))
+        if unzeroed:
+            events += [Counted(Event.UNZEROED, name) for name in unzeroed if name]
+        if self.is_first or self.is_sampled:  # the graphs of no others are looked into
+            events += self.scaled.events(loss)
         num_losses = max(self.num_losses, 1)
-        has_any = events or self.backward or self.cut is not None or num_losses > 1
-        observed = Observations(events, frozenset(self.backward), self.cut, num_losses)
-        log.add(step, skipped, *[observed] * bool(has_any))
+        if events or self.backward or self.cut is not None or num_losses > 1:
+            backward = frozenset(self.backward)
+            log.add(step, skipped, Observations(tuple(events), backward, self.cut, num_losses))
+        else:
+            log.add(step, skipped)
         if self.measured:
             seen = self.seen and replace(self.seen, unscaled=tuple(self.unscaled))
             fields = fields_of(self.measured.values())

@@ -145,15 +145,17 @@ class LoopObserver(EagerObserver):
         is_clean, self._is_checked = not iteration.is_sampled and self._looks_clean(), True
         check = GradientCheck({} if is_clean else self._trained)
         loss = iteration.losses[-1] if iteration.losses else None
-        if not check.is_on_host:
+        is_on_host = is_clean or check.is_on_host
+        if not is_on_host:
             late = LateCheck(check, loss, self._root)
             iteration.checks = [*(each for each in iteration.checks if not each.is_clean), late]
-        elif not (suspects := check.suspects()):  # an earlier failure was left out, or is over
+        elif is_clean or not (suspects := check.suspects()):
+            # An earlier failure was left out, or is over.
             self._failure = self._reported = self._left_out = None
         elif self._failure is None:
             known = self._reported or self._left_out
             self._failure = known or self._failed_in(suspects, loss)
-        self._bad_loss = self._failed_loss(loss) if check.is_on_host else None
+        self._bad_loss = self._failed_loss(loss) if is_on_host else None
         if self._bad_loss is not None:
             self._are_zeros = not any(_has_any(p.grad) for p in self._trained.values())
         self._graphs.release()
@@ -334,7 +336,7 @@ class LoopObserver(EagerObserver):
             if dtype != self.dtype:
                 self.dtype = dtype
                 self.dtype_seen(dtype)
-        if (failure := self._unstepped(iteration)) is not None:
+        if not iteration.outcomes and (failure := self._unstepped(iteration)) is not None:
             iteration.outcomes = self._with_skip(iteration).outcomes
             self._left_out, iteration.checks = self._failure, []
             self._graphs.located = self._graphs.located or failure.located
@@ -348,11 +350,13 @@ class LoopObserver(EagerObserver):
 
     def _read_if_due(self, is_due: bool) -> None:
         """Add the iterations whose values have arrived, and wait for the others only if must be."""
-        self._read(self.waiting if self._must_read else takewhile(_has_arrived, self.waiting))
+        waiting = self._iterations.waiting
+        self._read(waiting if self._must_read else takewhile(_has_arrived, waiting))
 
     def _read(self, iterations: Iterable[Iteration]) -> None:
         for iteration in iterations:
-            self._read_checks(iteration)
+            if iteration.checks:
+                self._read_checks(iteration)
             self._add_to(self.log, [iteration])
 
     def _read_checks(self, iteration: Iteration) -> None:
@@ -439,5 +443,7 @@ def _first_and_largest(losses: Iterable[Tensor]) -> tuple[float, float] | None:
 
 
 def _has_arrived(iteration: Iteration) -> bool:
-    losses = (each.has_arrived for each in iteration.losses if isinstance(each, HostCopy))
-    return all(losses) and all(late.check.has_arrived for late in iteration.checks)
+    for loss in iteration.losses:  # each step comes here, and a generator makes calls
+        if isinstance(loss, HostCopy) and not loss.has_arrived:
+            return False
+    return not iteration.checks or all(late.check.has_arrived for late in iteration.checks)

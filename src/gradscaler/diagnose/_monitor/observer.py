@@ -183,7 +183,7 @@ class EagerObserver(StepSource):
         if id(optimizer) not in self._held.names:  # else it has stepped
             self._held.see_calls(optimizer, currentframe())
         self._before_step(optimizer, scale)
-        if self._observed.is_mixed(optimizer):
+        if self._steps_by_scaler and self._observed.is_mixed(optimizer):
             self._iterations.latest.note(Event.MIXED)
         if self._sees_own_steps:
             self._looks.begin_scaled(optimizer)
@@ -264,7 +264,7 @@ class EagerObserver(StepSource):
                 self._looks.after_step(optimizer, iteration.number)
             self._measure(optimizer)  # if a closure made the gradients
         is_watched = self._watch.step == iteration.number
-        can_read = not isinstance(self.scaler, EngineScaler)
+        can_read = self._steps_by_scaler and not isinstance(self.scaler, EngineScaler)
         may_read = can_read and (self.forensics or is_watched)
         is_skip = may_read and outcome.skipped  # may wait for the device
         if is_skip and (is_watched or self._inspects_next_skip):
@@ -350,7 +350,7 @@ class EagerObserver(StepSource):
     @property
     def _must_read(self) -> bool:
         """Whether the latest iteration was measured, or too many wait to be read."""
-        waiting = self.waiting
+        waiting = self._iterations.waiting
         return len(waiting) >= HISTORY_LENGTH or bool(waiting and waiting[-1].measured)
 
     def _keep_located(self, ended: int) -> None:
@@ -416,7 +416,8 @@ class EagerObserver(StepSource):
     def _end(self) -> None:
         """End the latest iteration."""
         self._hooks.remove()
-        self._iterations.note_missed()
+        if self._steps_by_scaler:
+            self._iterations.note_missed()
         iteration = self._iterations.latest
         if iteration.optimizers:  # none, if a script leaves out the step
             self.parameters.optimizers = list(iteration.optimizers.values())

@@ -81,10 +81,6 @@ class PlainLoop(backward_calls.BackwardListener):
         """No steps, as none can be missed."""
         return []
 
-    def is_mixed(self, optimizer: Optimizer) -> bool:
-        """False, as nothing is scaled."""
-        return False
-
     def total_norm(self, optimizer: Optimizer) -> float:
         """The 2-norm of an optimizer's gradients as they are; waits for the device."""
         return total_norm(held_by(optimizer))
@@ -121,31 +117,35 @@ class PlainLoop(backward_calls.BackwardListener):
             self._observer.backward_ended()
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
-        if self._observer is None or not self._is_watched(optimizer):
+        if self._observer is None:
             return
         if id(optimizer) in self._stepping:  # its step before has raised an error
             self._stepping.clear()
+        if not self._is_watched(optimizer):
+            return
         self._stepping.append(id(optimizer))
         if len(self._stepping) == 1:
             self._observer.stepping(optimizer, None)
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        if self._observer is None or not self._is_watched(optimizer):
+        if self._observer is None:
             return
         if id(optimizer) not in self._stepping:  # its step, of a closure, began before the observer
             self._before_step(optimizer)
+        if id(optimizer) not in self._stepping:  # it is not watched
+            return
         is_outer = self._stepping[0] == id(optimizer)
         del self._stepping[self._stepping.index(id(optimizer)) :]
         if not is_outer:  # such as the one that a wrapper steps
             return
-        outcome = self._observer.outcome_of(optimizer)
+        known, outcome = self._known.ids, self._observer.outcome_of(optimizer)
         self._observer.stepped(optimizer, outcome)
         if outcome.known_reason != "no_gradients":
-            if optimizer not in self._known:
+            if id(optimizer) not in known:
                 self._known[optimizer] = None
             self._stepped.add(id(optimizer))
         is_over = self._has_known_all and bool(self._stepped)
-        if is_over and self._known.ids <= self._stepped:
+        if is_over and known <= self._stepped:
             self._end()
 
     def _end(self) -> None:

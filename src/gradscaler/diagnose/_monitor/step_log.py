@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from operator import attrgetter
 from time import monotonic
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -33,6 +34,7 @@ OnStuck = Literal["warn", "raise", "continue"]
 logger = logging.getLogger("gradscaler")
 
 _NONFINITE = "parameter", "state"  # kinds of findings
+_length_of = attrgetter("length")  # of a streak
 _LONGEST_UNWRITTEN = 1.0  # seconds of training that the file of a killed process may lack
 
 
@@ -148,7 +150,8 @@ class StepLog:
         if last is not None and counts.optimizer not in (None, last):
             unscaled = [Counted(Event.UNSCALED)] * (step.loss is None)
             observed = observed.after(Observations((Counted(Event.SWITCHED), *unscaled)))
-        before = counts.observed if self.num_steps else _NOTHING  # the first step has them too
+        is_first = counts.step == self.num_before  # what came before it is in `observed`, too
+        before = _NOTHING if is_first else counts.observed
         streaks, skip = counts.streaks, skip_of(step) if step.skipped else None
         if streaks or skip is not None:
             streaks = continued(
@@ -156,14 +159,16 @@ class StepLog:
             )
         if not self.history or self.history[-1].step < number:
             self.history.append(step)
-        self.counts = counts._replace(
+        self.counts = Counts(
             step=number,
+            sampled=counts.sampled,
             num_skipped=counts.num_skipped + step.skipped,
             streaks=streaks,
             is_finite_here=is_finite_here,
             optimizer=last,
             observed=before if observed is _NOTHING else before.after(observed),
             evidence=counts.evidence.after(skip) if is_inspected and skip else counts.evidence,
+            bad=counts.bad,
         )
         if is_inspected and skip is not None:
             self._write(skip)
@@ -338,7 +343,8 @@ class StepLog:
 
     def check(self) -> None:
         """Report a stuck run (see :meth:`check_stuck`) and, if a look is due, other findings."""
-        self.check_stuck()
+        if self.counts.streaks:
+            self.check_stuck()
         if self._filter.is_due(self.counts.step):
             findings = self._look(is_last=False)
             self._filter.has_looked()
@@ -413,15 +419,14 @@ class StepLog:
 
         If no step was applied yet, the scale may be far too large.
         """
-        was_applied = self.num_steps > self.counts.num_skipped
-        return step.has_bad_loss or (step.is_hopeless and was_applied)
+        return step.has_bad_loss or (step.is_hopeless and self.num_steps > self.counts.num_skipped)
 
     @property
     def stuck_streak(self) -> SkipStreak | None:
         """The longest streak of skips if it has at least ``stuck_after`` skips, else None."""
         if not (streaks := self.counts.streaks):
             return None
-        streak = max(streaks.values(), key=lambda streak: streak.length)
+        streak = max(streaks.values(), key=_length_of)
         return streak if streak.length >= self._stuck_after else None
 
     @property
@@ -435,8 +440,7 @@ class StepLog:
     @property
     def is_nearly_stuck(self) -> bool:
         """Whether one more skip makes a :attr:`stuck_streak`."""
-        streaks = self.counts.streaks.values()
-        return any(0 < streak.length == self._stuck_after - 1 for streak in streaks)
+        return self._stuck_after - 1 in map(_length_of, self.counts.streaks.values())
 
     def close(self) -> None:
         """Write what is left, close the files, and warn of the last findings."""
