@@ -29,6 +29,7 @@ from gradscaler.diagnose._record.lines import (
     Sample,
     Shares,
     Skip,
+    Targets,
 )
 from gradscaler.diagnose._record.step import Before, Step
 
@@ -380,10 +381,24 @@ def of_failures():
     ]
 
 
+def steps_with(losses, **more):
+    """Steps of a loop without a scaler, in which nothing else is found."""
+    known = {"sample": sampled(), "missing": (), "has_scaler": False, **more}
+    return with_losses(losses, **known)
+
+
+def with_targets(factor, last=1.0, samples=6, steps=120, variance=2.0):
+    """Samples whose mean square errors are their targets' variance times factors."""
+
+    def seen(ratio):
+        return sampled(norm=1.0, targets=Targets(2.0 * ratio, variance, 1.0, 1.0))
+
+    late = [*[seen(factor)] * (samples - 3), seen(factor * last)]
+    return steps_with([2.0] * steps, measured=(sampled(norm=1.0), seen(7.0), *late))
+
+
 def of_learning():
-    def told(losses, **more):
-        known = {"sample": sampled(), "missing": (), "has_scaler": False, **more}
-        return with_losses(losses, **known)
+    told, meaning = steps_with, with_targets
 
     def at_margin(usual, other, **more):
         losses = [*[usual] * 11, *[other] * 4, *[0.6] * 5] * 5
@@ -557,6 +572,14 @@ def of_learning():
             "a guess among 10 classes",
             [guessed(1.019), guessed(0.981)],
             [guessed(1.021), guessed(0.979)],
+        ),
+        (
+            "its mean square error stays at 2, the variance of its targets",
+            [meaning(1.045), meaning(0.955), meaning(1.05, 0.86), meaning(1.0, steps=100)],
+            [
+                *(meaning(1.055), meaning(0.945), meaning(1.05, 0.85), meaning(1.0, steps=99)),
+                *(meaning(1.0, samples=4), meaning(1.0, variance=None)),
+            ],
         ),
         (
             "gradients vanish on their way: those of b.w",

@@ -8,7 +8,7 @@ from statistics import fmean, median
 
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._record.events import Event, Events
-from gradscaler.diagnose._record.lines import ParameterSample
+from gradscaler.diagnose._record.lines import ParameterSample, Targets
 from gradscaler.diagnose._record.thresholds import (
     AT_MARGIN,
     CLIMBED,
@@ -23,11 +23,13 @@ from gradscaler.diagnose._record.thresholds import (
     HALF,
     HARDLY_MOVED,
     LATE,
+    LATE_SAMPLES,
     LONG,
     MANY,
     MOST,
     NEAR_CHANCE,
     NEAR_MARGIN,
+    NEAR_VARIANCE,
     PEAKED,
     RAN_AWAY,
     ROSE,
@@ -35,6 +37,7 @@ from gradscaler.diagnose._record.thresholds import (
     SOLVED,
     SOON,
     STAYED,
+    STOOD,
     TINY_NORM,
     VANISHED,
     VANISHED_BEHIND,
@@ -117,8 +120,9 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
     may_stand = has_fallen and not evidence.way.is_smooth
     stands = _stands(losses, has_margin) if may_stand or has_margin else ""
     rise = _rose_again(losses, usual) or stands
-    if rise := rise or (_climbed(losses, evidence) if is_whole else ""):
-        return f"{judged}; {rise}"
+    rise = rise or (_climbed(losses, evidence) if is_whole else "")
+    if hint := f"; {rise}" if rise else _gives_mean(evidence):
+        return f"{judged}{hint}"
     is_short = evidence.steps < (FEW_CALLS if values[-1] == first else LONG)
     if is_short and (_has_risen(values) or _is_as_at_first(values[-1], first)):
         steps = f"{evidence.steps} step{'s' * (evidence.steps != 1)}"
@@ -328,6 +332,31 @@ def _guessed(evidence: Evidence, latest: float) -> str | None:
         f"and it stays at {chance:.3g}, that of a guess among {math.exp(chance):.0f} classes. If "
         "it should have fallen, look for labels of other rows (one of both was shuffled), inputs "
         "that are all alike, a softmax before the loss, and too small a learning rate."
+    )
+
+
+def _late_targets(evidence: Evidence) -> list[Targets]:
+    """What the loss compares in the later half of the latest samples; empty if they are few."""
+    seen = [each.targets for each in evidence.measured]
+    late = [each for each in seen[len(seen) // 2 :] if each is not None]
+    return late if len(late) >= LATE_SAMPLES and evidence.steps >= LONG else []
+
+
+def _gives_mean(evidence: Evidence) -> str:
+    """A clause if a mean square error stays where a model is that gives the mean of its targets.
+
+    It may have fallen to there, from that of the first outputs.
+    """
+    seen = [(each.error, each.variance) for each in _late_targets(evidence) if each.variance]
+    errors, spread = sum(error for error, _ in seen), sum(variance for _, variance in seen)
+    has_left = any(error < STOOD * variance for error, variance in seen)
+    if not seen or has_left or not abs(errors - spread) <= NEAR_VARIANCE * spread < math.inf:
+        return ""
+    return (
+        f", and its mean square error stays at {spread / len(seen):.3g}, the variance of its "
+        "targets, as of a model that gives their mean. If it should have fallen further, look for "
+        "inputs with exchanged axes (batch_first), targets of other rows, inputs that are not "
+        "normalized, and too small a learning rate."
     )
 
 

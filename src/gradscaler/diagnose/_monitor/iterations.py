@@ -102,8 +102,8 @@ class Iteration:
             log.add(step, skipped)
         if self.measured:
             seen = self.seen and replace(self.seen, unscaled=tuple(self.unscaled))
-            fields = fields_of(self.measured.values())
-            log.add_sample(loss, optimizers=seen, chance=self.scaled.chance, **fields)
+            fields = {**fields_of(self.measured.values()), **self.scaled.fields()}
+            log.add_sample(loss, optimizers=seen, **fields)
 
     def loss(self) -> float | None:
         """The first loss that is not finite, else the latest loss."""

@@ -23,10 +23,12 @@ from gradscaler.diagnose._graph.nodes import (
 from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.summands import adds_a_constant, subtracted_in, summands_of
 from gradscaler.diagnose._graph.zero_losses import end_of, is_at_floor, is_margin
+from gradscaler.diagnose._monitor.compared import targets_of
 from gradscaler.diagnose._monitor.listed import in_lists
 from gradscaler.diagnose._operations.operation import Role
 from gradscaler.diagnose._operations.rows import names_with
 from gradscaler.diagnose._record.events import Counted, Event
+from gradscaler.diagnose._record.lines import Targets
 from gradscaler.diagnose._record.thresholds import (
     BELOW_0,
     LEAST_OWN_SCALE,
@@ -67,6 +69,7 @@ class ScaledLosses:
     has_inputs: bool = False  # whether a loss depends on a leaf that is no parameter
     is_at_floor: bool = False  # whether a loss is a constant, as what it floors is below it
     chance: float | None = None  # the loss of a guess, if the latest loss is a cross entropy
+    targets: Targets | None = None  # what the latest loss compares
 
     def add(self, loss: Tensor, line_of: Callable[[Tensor, Node], Line]) -> None:
         """Add a loss that is scaled, before its backward pass; waits for the device."""
@@ -82,6 +85,8 @@ class ScaledLosses:
         is_early = len(self.positive) < MOST_LOSSES
         name = "" if root is None else differentiated(root.name())
         self.chance = None if root is None else _chance(root, name)
+        compares, _ = _at_root(loss.grad_fn, _ELEMENTWISE)
+        self.targets = None if compares is None else targets_of(compares)
         if root is not None and is_margin(root):
             self._note(Event.MARGIN, root, Line())
         if name in _NEVER_NEGATIVE and is_early:
@@ -165,6 +170,10 @@ class ScaledLosses:
         else:
             more = f" and {len(unheld) - 1} more" if len(unheld) > 1 else ""
             self.mistakes[Event.UNHELD] = f"{_name_of(unheld[0])}{more}"
+
+    def fields(self) -> dict[str, object]:
+        """The fields of a :class:`~gradscaler.diagnose._record.lines.Sample` that losses show."""
+        return {"chance": self.chance, "targets": self.targets}
 
     def events(self, loss: float | None) -> Iterable[Counted]:
         """The events of an iteration with this loss; waits for the device."""

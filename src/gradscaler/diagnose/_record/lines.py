@@ -161,6 +161,24 @@ class Optimizers:
 
 
 @dataclass(frozen=True)
+class Targets:
+    """What a loss compares in a sampled step, as ``mse_loss`` does.
+
+    Attributes:
+        error: the mean square of the differences of outputs and targets.
+        variance: that of targets from their mean over the batch, which a model that gives this mean
+            has as its error; None if the loss is no mean square error.
+        targets: the root of the mean square of the targets.
+        outputs: that of the outputs.
+    """
+
+    error: Magnitude
+    variance: Magnitude | None
+    targets: Magnitude
+    outputs: Magnitude
+
+
+@dataclass(frozen=True)
 class Sample:
     """The gradients of one step, and the events since the previous sample.
 
@@ -227,6 +245,7 @@ class Sample:
     num_losses: int = 1
     optimizers: Optimizers | None = None
     chance: Magnitude | None = None
+    targets: Targets | None = None
     batch: tuple[Step, Step] | None = None
 
     def check(self) -> None:

@@ -90,6 +90,12 @@ SOLVED = 0.01  # times the first loss
 # The distance from the log of the number of classes, at which a guess is. A loss that is far from
 # learned has left it: `a_cross_entropy_that_is_slow`.
 NEAR_CHANCE = 0.02
+# Rows of a batch; those of fewer differ too much from batch to batch.
+LEAST_BATCH = 8
+# The distance of a mean square error from the variance of its targets, which a model that gives
+# their mean has, in samples of the later half of a run. Batches of 64 differ by 2 %, and a slow
+# training has left it: `test_a_regression_that_is_slow_is_not_told_to_give_a_mean`.
+NEAR_VARIANCE, LATE_SAMPLES = 0.05, 3
 # Times the first loss, on average in the first steps: a single batch's loss is rarely that low.
 PEAKED = 1.5
 # The distances of the usual loss from a number of one digit, and of a loss from the usual one, at

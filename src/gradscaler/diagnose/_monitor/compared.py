@@ -1,0 +1,38 @@
+"""What a loss of PyTorch compares in a sampled step: outputs and their targets."""
+
+from __future__ import annotations
+
+from gradscaler.diagnose._gradients.arrays import local
+from gradscaler.diagnose._gradients.reading import Tensor
+from gradscaler.diagnose._graph.call_site import Node, differentiated
+from gradscaler.diagnose._graph.nodes import saved
+from gradscaler.diagnose._record.lines import Targets
+from gradscaler.diagnose._record.thresholds import LEAST_BATCH
+
+_MOST_ROWS, _MOST_COLUMNS = 4096, 256  # that are read; others are alike
+
+
+def targets_of(node: Node) -> Targets | None:
+    """What a node compares, as ``mse_loss`` does; None if it does not, or if batches are small."""
+    pair = saved(node, "self"), saved(node, "target")
+    made = [below is not None for below, _ in node.next_functions]
+    if None in pair or sorted(made) != [False, True]:
+        return None  # neither of two outputs is a target
+    outputs, targets = (_rows_of(each) for each in (pair if made[0] else pair[::-1]))
+    if outputs.shape != targets.shape or len(targets) < LEAST_BATCH or not targets.numel():
+        return None
+    is_square = differentiated(node.name()) == "mse_loss"
+    return Targets(
+        float((outputs - targets).square().mean()),
+        float(targets.var(0).mean()) if is_square else None,
+        float(targets.square().mean().sqrt()),
+        float(outputs.square().mean().sqrt()),
+    )
+
+
+def _rows_of(tensor: Tensor) -> Tensor:
+    """A part of a tensor as float32, of shape [rows, columns]; the first dimension is a batch's."""
+    tensor = local(tensor).detach()
+    rows = tensor.reshape(len(tensor) if tensor.ndim else 1, -1)
+    down, along = max(len(rows) // _MOST_ROWS, 1), max(rows.shape[1] // _MOST_COLUMNS, 1)
+    return rows[::down, ::along].float()

@@ -1,0 +1,112 @@
+"""What a monitor sees of the targets of a loss, and says of a loss that they explain."""
+
+import warnings
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import nn
+from torch.nn.functional import huber_loss, mse_loss
+
+from gradscaler.diagnose import FindingWarning, Monitor, read_run
+
+pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
+ROWS, STEPS = 64, 120
+OF_MEAN = "the variance of its targets, as of a model that gives their mean"
+
+
+def trained(loss_of, rate=0.05, width=1, rows=ROWS, path=None):
+    """The verdict after training a linear model with a loss of its outputs for inputs."""
+    model = nn.Linear(4, width)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    with Monitor(None, model, path=path) as monitor, warnings.catch_warnings():
+        warnings.simplefilter("ignore", FindingWarning)
+        for _ in range(STEPS):
+            inputs = torch.randn(rows, 4)
+            optimizer.zero_grad()
+            loss_of(model(inputs), inputs).backward()
+            optimizer.step()
+    return monitor.verdict.text
+
+
+def elsewhere(size=1.0, middle=0.0):
+    """Targets that the inputs do not show, in two columns around a middle."""
+    return size * torch.randn(ROWS, 2) + middle * torch.tensor([1.0, -1.0])
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda out, _: mse_loss(out, elsewhere()),
+        lambda out, _: mse_loss(elsewhere(), out),
+        lambda out, _: 0.5 * mse_loss(out, elsewhere(), reduction="none").sum(1).mean(),
+        lambda out, _: mse_loss(out, elsewhere(middle=0.5)),  # the mean of each column
+        lambda out, _: mse_loss(out[:, 0], elsewhere()[:, 0]),
+    ],
+)
+def test_a_regression_that_learns_the_mean_of_its_targets_alone_is_told(loss_of):
+    text = trained(loss_of, width=2)
+    assert OF_MEAN in text
+    assert "look for inputs with exchanged axes" in text
+    assert "Nothing needs fixing" not in text
+
+
+@pytest.mark.parametrize("rate", [0.002, 0.01, 0.05])
+def test_a_regression_that_is_slow_is_not_told_to_give_a_mean(rate):
+    assert OF_MEAN not in trained(
+        lambda out, x: mse_loss(out, x.sum(1, keepdim=True) + torch.randn(ROWS, 1)), rate
+    )
+
+
+def test_noise_that_is_found_in_the_inputs_is_not_told():
+    """Of a diffusion, whose outputs and loss begin as those of a mean."""
+
+    def loss_of(out, inputs):
+        return mse_loss(out * 0.2, inputs)
+
+    assert OF_MEAN not in trained(loss_of, width=4)
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda out, _: huber_loss(out, elsewhere()),  # whose value for a mean is another
+        lambda out, _: mse_loss(out, elsewhere()) + 0.1 * out.square().mean(),
+        lambda out, _: mse_loss(out, torch.ones(ROWS, 2)),
+        lambda out, _: mse_loss(out, out.flip(0)),  # both are outputs
+        lambda out, _: ((out - elsewhere()) ** 2).mean(),  # the graph keeps no targets
+    ],
+)
+def test_of_other_losses_nothing_is_said(loss_of):
+    assert OF_MEAN not in trained(loss_of, width=2)
+
+
+@pytest.mark.parametrize("rows", [7, 8])
+def test_targets_are_read_in_batches_of_eight_rows_or_more(rows, tmp_path):
+    path = tmp_path / "run.jsonl"
+    trained(lambda out, x: mse_loss(out, x[:, :1] + 3.0), rows=rows, path=path)
+    seen = [each.targets for each in read_run(path).samples if each.norm is not None]
+    assert len(seen) >= 6
+    assert all((each is None) == (rows == 7) for each in seen)
+
+
+def test_targets_are_read_in_closed_form(tmp_path):
+    targets = torch.arange(float(ROWS))[:, None] * torch.tensor([1.0, 10.0])
+    path = tmp_path / "run.jsonl"
+    trained(lambda out, _: mse_loss(out * 0, targets), width=2, path=path)
+    seen = next(each.targets for each in read_run(path).samples if each.targets)
+    square = float(targets.square().mean())
+    spread = (ROWS + 1) * ROWS / 12 * (1 + 100) / 2  # of 0 to n - 1 it is n (n + 1) / 12
+    assert seen.error == pytest.approx(square)
+    assert seen.variance == pytest.approx(spread)
+    assert (seen.targets, seen.outputs) == (pytest.approx(square**0.5), 0.0)
+
+
+def test_large_targets_are_read_in_a_part(tmp_path):
+    path = tmp_path / "run.jsonl"
+    targets = torch.randn(ROWS, 2000)
+    trained(lambda out, _: mse_loss(out, targets), width=2000, path=path)
+    seen = [each.targets for each in read_run(path).samples if each.targets]
+    assert seen[0].variance == pytest.approx(float(targets[:, ::7].var(0).mean()))
