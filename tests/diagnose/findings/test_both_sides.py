@@ -621,6 +621,7 @@ def of_loss_graphs():
         "counted",
         "graphless",
         "broadcast",
+        "paired",
         "unregistered",
     )
     return [

@@ -104,6 +104,34 @@ def test_a_loss_that_compares_each_output_with_each_target_is_told(name, has_sca
     assert found.line == line_with(name)
 
 
+def of_ratio(out, advantage):
+    ratio = out.squeeze(1).exp()
+    return torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)  # surrogate
+
+
+COLUMN = torch.arange(float(SIZE)).reshape(SIZE, 1) + 1
+PAIRED = {
+    "surrogate": lambda out, *_: -of_ratio(out, COLUMN).mean(),
+    "beside others": lambda out, t, *_: t.square().mean() - 0.5 * of_ratio(out, COLUMN).mean(),
+    "weights": lambda _, t, *__: (cross_entropy(t, CLASSES, reduction="none") * COLUMN).sum() / 8,
+    "critic's": lambda out, t, *_: -(t.log_softmax(1)[:, 1] * (COLUMN - out)).mean(),
+    "quotient": lambda out, t, *_: (out.exp() / (TARGET + 1)).mean() + t.mean(),
+}
+
+
+@pytest.mark.parametrize("has_scaler", [False, True])
+@pytest.mark.parametrize("name", PAIRED)
+def test_a_product_of_each_row_with_all_rows_is_told(name, has_scaler):
+    verdict = judged(PAIRED[name], GradScaler("cpu", init_scale=8.0) if has_scaler else None)
+    found = verdict.findings[0]
+    assert found.kind == "misuse", verdict
+    assert "those of all rows, not by its own: " in found.cause
+    assert " makes [8, 8] of [8" in found.cause
+    if name == "surrogate":
+        assert found.line == line_with("surrogate")
+    assert "squeeze(-1)" in found.action
+
+
 def reshaped_softmax(table):
     return table.softmax(1).view(SIZE, SIZE).contiguous()  # reshaped
 
@@ -322,6 +350,42 @@ SOUND = {
     "gate": lambda out, table, *_: cross_entropy(table * out.sigmoid(), CLASSES),
 }
 WEIGHTS = torch.rand(SIZE, SIZE)
+LEVELS = torch.tensor([0.1, 0.5, 0.9])
+
+
+def pinball(out, levels):
+    error = TARGET[:, None] - out
+    return torch.max(levels * error, (levels - 1) * error).mean()
+
+
+PAIRS_MEANT = {
+    "outer": lambda out, t, *_: -(t.mean(1)[:, None] * out.squeeze(1)).mean(),
+    "outer of data": lambda out, *_: -(out.squeeze(1) * (TARGET + 1)[:, None]).mean(),
+    "torch.outer": lambda out, t, *_: -torch.outer(t.mean(1), out.squeeze(1)).mean(),
+    "kernel": lambda out, *_: (torch.exp(-((out - out.T) ** 2)) * COLUMN * TARGET).mean(),
+    "three levels": lambda out, *_: pinball(out, LEVELS),
+    "one shape": lambda out, *_: -of_ratio(out, COLUMN.squeeze(1)).mean(),
+    "columns": lambda out, *_: -(out * COLUMN).mean(),
+    "weights of columns": lambda _, table, *__: (table * COLUMN).mean(),
+    "scales": lambda _, __, model: (model.prototype * COLUMN).mean() + model.layer.weight.mean(),
+    "cosines": lambda _, t, *__: ((t @ t.T) / (t.norm(dim=1, keepdim=True) * t.norm(dim=1))).mean(),
+    "logits": lambda out, *_: cross_entropy(out.squeeze(1) * COLUMN, CLASSES),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS_MEANT)
+def test_a_product_of_pairs_that_are_meant_is_not_told(name):
+    assert "those of all rows" not in judged(PAIRS_MEANT[name]).text
+
+
+def test_a_product_of_few_rows_is_not_told():
+    def of_rows(number):
+        def loss_of(out, *_):
+            return -(out[:number, 0] * COLUMN[:number]).mean()
+
+        return "those of all rows" in judged(loss_of).text
+
+    assert [of_rows(number) for number in (7, 8)] == [False, True]
 
 
 @pytest.mark.parametrize("name", SOUND)

@@ -161,6 +161,16 @@ broadcast = _at_a_place(
     "Unless all pairs are meant, give outputs and targets one shape: squeeze(-1) those of shape "
     "[n, 1], or unsqueeze(-1) the others. Else outputs become the mean of the targets.",
 )
+paired = _at_a_place(
+    Phase.LOSS,
+    Event.PAIRED,
+    "misuse",
+    "The loss multiplies or divides the number of each row by those of all rows, not by its own: "
+    "{place}, by broadcasting.",
+    "Unless all pairs are meant, give both factors one shape: squeeze(-1) the one of shape [n, 1], "
+    "or unsqueeze(-1) the other. Else each row counts as all others do, and advantages or weights "
+    "of a batch are lost in their mean.",
+)
 graphless = _at_a_place(
     Phase.LOSS,
     Event.GRAPHLESS,

@@ -50,6 +50,12 @@ def in_order(loss: Tensor | Node) -> list[Node]:
     return sorted((node for node in found if not is_leaf(node)), key=_number_of)
 
 
+def shape_of(node: Node) -> tuple[int, ...]:
+    """The shape of the tensor that a node makes; empty if it makes several."""
+    shapes = [tuple(made.shape) for made in getattr(node, "_input_metadata", ())]
+    return shapes[0] if len(shapes) == 1 else ()
+
+
 def is_leaf(node: Node) -> bool:
     """Whether a node gives its gradient to a leaf, such as a parameter."""
     return type(node).__name__ == "AccumulateGrad"

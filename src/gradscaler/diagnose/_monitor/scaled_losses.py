@@ -19,7 +19,9 @@ from gradscaler.diagnose._graph.nodes import (
     is_opaque,
     nodes_from,
     saved,
+    shape_of,
 )
+from gradscaler.diagnose._graph.paired_products import paired_in
 from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.summands import adds_a_constant, subtracted_in, summands_of
 from gradscaler.diagnose._graph.zero_losses import end_of, is_at_floor, is_margin
@@ -96,6 +98,9 @@ class ScaledLosses:
             sizes = "" if node is None else _broadcast(node, reader)
             if sizes and not _is_of_energy(loss.grad_fn, node):
                 self._note(Event.BROADCAST, node, line_of(loss, node), sizes)
+        if (paired := paired_in(loss.grad_fn)) is not None:
+            node, sizes = paired
+            self._note(Event.PAIRED, node, line_of(loss, node), sizes)
 
     def note_scale(self, loss: Tensor) -> None:
         """Note a loss scale of the script's own."""
@@ -212,7 +217,7 @@ def _chance(node: Node, name: str) -> float | None:
     below = _before(node) if name == "nll_loss" else []
     if len(below) != 1 or differentiated(below[0].name()) != "log_softmax":
         return None
-    classes = _shape_of(below[0])[1:2]
+    classes = shape_of(below[0])[1:2]
     return math.log(*classes) if classes and classes[0] > 1 else None
 
 
@@ -314,7 +319,7 @@ def _across(node: Node) -> Node | None:
         return None
     (inner,) = below
     is_of_rows = differentiated(inner.name()) == "log_softmax" and saved(inner, "dim") == 0
-    shape = _shape_of(inner)
+    shape = shape_of(inner)
     return inner if is_of_rows and len(shape) == 2 and shape[0] != shape[1] else None
 
 
@@ -338,7 +343,7 @@ def _broadcast(node: Node, reader: Node) -> str:
         below = _before(node)
         if len(below) != 1 or is_leaf(below[0]):
             return ""
-        before, after = _shape_of(below[0]), _shape_of(node)
+        before, after = shape_of(below[0]), shape_of(node)
         is_table = len(after) == 2 and after[0] == after[1] > 1
         if is_table and before in (after[:1], (after[0], 1)):
             is_meant = differentiated(below[0].name()) in _RESHAPES or not _repeats(reader, before)
@@ -380,12 +385,6 @@ def _repeats(node: Node, outputs: tuple[int, ...]) -> bool:
         return False
     kept = differences if targets is None else targets
     return float(rest.detach().abs().max()) <= SAME_DIFFERENCE * float(kept.detach().abs().max())
-
-
-def _shape_of(node: Node) -> tuple[int, ...]:
-    """The shape of the tensor that a node makes; empty if it makes several."""
-    shapes = [tuple(made.shape) for made in getattr(node, "_input_metadata", ())]
-    return shapes[0] if len(shapes) == 1 else ()
 
 
 def _is_weighted(node: Node) -> bool:

@@ -95,6 +95,8 @@ class Event(Enum):
     ACROSS = "across", "scaled_losses", "loss_graphs"  # log-probabilities over the batch
     # It compares n outputs with n targets each.
     BROADCAST = "broadcast", "scaled_losses early_losses recorder", "loss_graphs"
+    # A product in it meets n numbers with n others each.
+    PAIRED = "paired", "scaled_losses", "loss_graphs"
     # An operation, at its line, that passes no gradient on, in a step that lacks some.
     PASSES_NONE = "passes_none", "recorder", "__init__"
     MARGIN = "margin", "scaled_losses", "learning"  # it is a mean of what a relu or clamp leaves

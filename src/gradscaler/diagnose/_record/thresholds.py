@@ -148,6 +148,9 @@ MANY_CALLS = 10  # calls without a step that are worth a look
 UNUSED = 0.05  # the share of all gradients; below it, one that is all 0 is rather unused, an expert
 FADED = 1e-6  # times the largest learning rate
 LEAST_OWN_SCALE = 256.0  # a smaller power of 2 is rather the size of a batch
+# Rows whose factors of shapes [n] and [n, 1] are told; fewer numbers may be quantiles or heads, as
+# many as rows by chance: `test_a_product_of_few_rows_is_not_told`.
+LEAST_PAIRED = 8
 SAME_DIFFERENCE = 1e-2  # of the largest number, for differences that were rounded to bfloat16
 BELOW_0 = -1e-3  # a loss; rounding makes one of 0 a little less
 HUGE = 1e9  # more than the numbers of a network that learns
