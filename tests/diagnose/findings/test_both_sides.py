@@ -78,6 +78,12 @@ def shares(zero=0.0, flushed=0.0, subnormal=0.0):
     return Shares(zero, flushed, subnormal, 1 - zero - flushed - subnormal, 0.0, 0.0)
 
 
+def unwritten(steps, skipped=0, norm=1.0):
+    found = {"a.weight": gradients(0.0), "a.bias": gradients(0.0)}
+    sample = sampled(norm=norm, parameters=found)
+    return Evidence(50, skipped, sample=sample, optimizers=Optimizers(stood=steps))
+
+
 def of_calls():
     def following(count, power=1.0, ratio=2.0):
         scales = [2.0**40 / ratio**n for n in range(count)]
@@ -841,6 +847,11 @@ def of_optimizers():
             "found no gradient in its first",
             [],
             [counted(9, {"optimizers": Optimizers(idle={"head": 4})}), counted(9)],
+        ),
+        (
+            "None of the 2 parameters with a gradient ... has moved in 20 steps, ... count=20",
+            [unwritten(20)],
+            [unwritten(19), unwritten(20, skipped=1), unwritten(20, norm=0.0)],
         ),
         (
             "sampled steps the second stepped with the gradients that the first had used, divided",

@@ -1,4 +1,6 @@
-"""Two optimizers of the same parameters, a model that stays in evaluation mode, and look-alikes."""
+"""Optimizers of the same parameters or of copies, evaluation mode that stays, and look-alikes."""
+
+import copy
 
 import pytest
 
@@ -157,6 +159,91 @@ def test_two_optimizers_of_the_same_parameters_are_told(has_scaler, order):
 )
 def test_two_optimizers_that_may_be_meant_are_not_told(train, has_scaler):
     assert "Two optimizers" not in train(has_scaler).verdict()
+
+
+# Parameters that nothing writes to.
+
+
+class ByData(torch.optim.Optimizer):
+    """One that writes to ``.data``, which PyTorch does not count."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad, alpha=-group["lr"])
+
+
+class Accumulating(Wrapper):
+    """One that lets the other one step in each sixteenth call."""
+
+    calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        if self.calls % 16 == 0:
+            self.inner.step()
+
+
+def around_one_of_copies(loop):
+    wrapper = Wrapper(sgd(loop.model))
+    wrapper.inner = copy.deepcopy(wrapper.inner)  # as load_state_dict() does, of all of a state
+    return wrapper
+
+
+def at_a_rate_of_0(loop):
+    return torch.optim.Adam(loop.model.parameters(), lr=0.0)
+
+
+def whose_updates_are_lost(loop):
+    return torch.optim.SGD(loop.model.parameters(), lr=1e-12)
+
+
+def by_data(loop):
+    return ByData(loop.model.parameters(), {"lr": 1e-3})
+
+
+def by_data_in_16_bits(loop):
+    return ByData(loop.model.bfloat16().parameters(), {"lr": 1e-5})
+
+
+def that_accumulates(loop):
+    return Accumulating(sgd(loop.model))
+
+
+def of_a_bias_alone(loop):
+    loop.model.weight.requires_grad_(False)
+    return torch.optim.SGD(loop.model.parameters(), lr=1e-3)
+
+
+def trained_by(make, has_scaler):
+    loop = Loop(has_scaler, nn.Linear(4, 4))
+    optimizer = make(loop)
+    for _ in range(60):
+        loop.backward(loop.model(inputs().to(loop.model.weight.dtype)))
+        loop.step(optimizer)
+        loop.update(optimizer)
+    return loop.verdict()
+
+
+def test_an_optimizer_that_steps_copies_is_told(has_scaler):
+    said = trained_by(around_one_of_copies, has_scaler)
+    assert "None of the 2 parameters with a gradient that the optimizer holds has moved" in said
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        at_a_rate_of_0,
+        whose_updates_are_lost,
+        by_data,
+        by_data_in_16_bits,
+        that_accumulates,
+        of_a_bias_alone,
+        lambda loop: Wrapper(sgd(loop.model)),
+    ],
+)
+def test_an_optimizer_that_writes_anything_is_not_told_so(make, has_scaler):
+    assert "None of the" not in trained_by(make, has_scaler)
 
 
 # The mode.

@@ -444,6 +444,24 @@ def stood(evidence: Evidence) -> Finding | None:
     )
 
 
+@detector(Phase.MISUSE)
+def unwritten(evidence: Evidence) -> Finding | None:
+    """Parameters with gradients to which nothing writes, as an optimizer steps other tensors."""
+    sample = evidence.sample
+    steps = 0 if evidence.optimizers is None else evidence.optimizers.stood
+    if sample is None or not sample.norm or steps - evidence.skipped < LATE:
+        return None
+    return Finding(
+        "misuse",
+        f"None of the {len(sample.parameters)} parameters with a gradient that the optimizer holds "
+        f"has moved in {steps} steps, though step() was called: nothing has written to them.",
+        "Look for other tensors that are stepped in their place: those of a copy that pickle, "
+        "deepcopy or load_state_dict() made of an optimizer within the optimizer, or of a model "
+        "that was replaced. Make the inner optimizer again, of these parameters.",
+        count=steps,
+    )
+
+
 _RATE_FROM_0 = (
     "Look at the learning rate: it may be 0 (optax.scale(0.), a schedule that begins at 0 and "
     "counts steps), too small to move any weight, or a mask may leave all of them out."

@@ -22,6 +22,7 @@ from gradscaler.diagnose._monitor.parameters import (
     OptimizersParameters,
     eps_of,
     held_by,
+    is_in_16_bits,
     rates_of,
 )
 from gradscaler.diagnose._record.lines import UNOWNED, Optimizers
@@ -48,6 +49,9 @@ class HeldParameters:
         self._outer: dict[str, tuple[NDArray[Any], Mark | bytes]] = {}
         self._unheld: list[tuple[int, NDArray[Any]]] = []  # one of nobody's, by its id
         self._versions: list[int] = []  # of the trained parameters of the model
+        # By optimizer: the step since which its parameters stand, and those then: how often each
+        # was written to, and some of its elements.
+        self._standing: dict[int, tuple[int, dict[str, Any], dict[str, bytes] | None] | None] = {}
         # Of the latest loss: whether each is a parameter.
         self._leaves: dict[int, bool] | None = None
         self._lines: dict[str, str] = {}  # see Optimizers
@@ -124,7 +128,7 @@ class HeldParameters:
         before, self._versions = self._versions, counts
         return len(before) == len(counts) and before != counts
 
-    def at_sample(self, optimizer: object, named: Mapping[str, Tensor]) -> Optimizers:
+    def at_sample(self, optimizer: object, named: Mapping[str, Tensor], number: int) -> Optimizers:
         """What is known before a sampled step of an optimizer of named parameters."""
         self._held[id(optimizer)] = {id(p) for p in named.values()}
         idle = {self.names[key]: count for key, count in self._idle.items()}
@@ -136,7 +140,8 @@ class HeldParameters:
         left = ((n, p) for n, p in named.items() if id(p) in trained and p.grad is None)
         frozen = tuple(name for name, p in left if not p.requires_grad)
         seen = Optimizers(idle, self._outside(), rate, weights=weights, eps=eps_of(optimizer))
-        return replace(seen, blank=blank, frozen=frozen, lines=self._lines)
+        stood = self._steps_stood(optimizer, named, number)
+        return replace(seen, blank=blank, frozen=frozen, stood=stood, lines=self._lines)
 
     def _own(self) -> set[int]:
         """The ids of the model's parameters."""
@@ -163,6 +168,28 @@ class HeldParameters:
         self._unheld = now
         is_same = bool(before and now) and before[0][0] == now[0][0]
         return is_same and np.array_equal(before[0][1], now[0][1])
+
+    def _steps_stood(self, optimizer: object, named: Mapping[str, Tensor], number: int) -> int:
+        """For how many steps nothing has written to any parameter of an optimizer.
+
+        PyTorch counts what is written, also at a rate of 0, or if it is lost in rounding. What is
+        written to ``.data`` is not counted, and shows in the elements. They are read only once the
+        counts stand. In 16 bits, they may be the same all the same.
+        """
+        known, self._standing[id(optimizer)] = self._standing.get(id(optimizer)), None
+        rates, is_narrow = rates_of(optimizer), any(map(is_in_16_bits, named.values()))
+        counts = {name: getattr(p, "_version", None) for name, p in named.items()}
+        if None in counts.values() or is_narrow or (rates and not any(rates)):
+            return 0
+        since, before, parts = known or (number, {}, None)
+        if counts != before:
+            self._standing[id(optimizer)] = number, counts, None
+            return 0
+        now = {name: sample_of(p, FEW_ELEMENTS).tobytes() for name, p in named.items()}
+        if parts != now:
+            since = number
+        self._standing[id(optimizer)] = since, counts, now
+        return number - since
 
     def holds_any(self, optimizer: object) -> bool:
         """Whether an optimizer holds a parameter of the model, if there is one."""

@@ -459,7 +459,7 @@ class EagerObserver(StepSource):
         scale = float(self._observed.state.scale if scaled_by is None else scaled_by)
         found = measure(gradients, self.dtype, scale, is_scaled, known)
         missing = tuple(name for name, p in named.items() if p.grad is None and _is_trained(p))
-        iteration.seen = iteration.seen or self._held.at_sample(optimizer, named)
+        iteration.seen = iteration.seen or self._held.at_sample(optimizer, named, iteration.number)
         # The loss of a parameter that is not the model's may be scaled by another scaler.
         if self._sees_graph and iteration.losses and self._held.holds_any(optimizer):
             iteration.unscaled += iteration.scaled.unscaled(named)

@@ -182,7 +182,7 @@ class OptimizersParameters:
             return None
         num_unmoved = num_seen = 0
         for name, parameter in parameters.items():
-            if parameter.grad is None or dtype_name(parameter) not in _IN_16_BITS:
+            if parameter.grad is None or not is_in_16_bits(parameter):
                 continue
             now[name] = np.array(sample_of(parameter))
             if name in before and before[name].size == now[name].size:
@@ -230,6 +230,11 @@ def numbers_of(optimizer: object, setting: str) -> list[float]:
     """The numbers that a setting has in an optimizer's groups, as far as they are on the host."""
     groups = groups_of(optimizer)
     return [float(n) for each in groups if isinstance(n := each.get(setting), (int, float))]
+
+
+def is_in_16_bits(parameter: Tensor) -> bool:
+    """Whether a parameter has a dtype in which small updates are lost in rounding."""
+    return dtype_name(parameter) in _IN_16_BITS
 
 
 def eps_of(optimizer: object) -> float | None:

@@ -143,6 +143,8 @@ class Optimizers:
         used: the norm of the gradients that the latest step used, such as clipped ones; None if
             it was not taken.
         eps: the largest eps of its groups; None if it is not known.
+        stood: for how many steps nothing has written to any of an optimizer's parameters, as far as
+            samples show.
         lines: the lines of the calls that belong to a step, as far as the script's code shows
             them: ``"step"``, ``"backward"``, ``"clip"``, ``"eval"`` and ``"schedule"``; and
             ``"optimizer"``, that which made the latest optimizer.
@@ -157,6 +159,7 @@ class Optimizers:
     frozen: tuple[str, ...] = ()
     used: Magnitude | None = None
     eps: Magnitude | None = None
+    stood: NumSteps = 0
     lines: Mapping[str, str] = field(default_factory=dict)
 
 
