@@ -275,6 +275,45 @@ def test_a_loss_that_is_0_for_an_unknown_reason_is_told():
     assert "and so is the loss, as in all samples. Look at what the loss multiplies" in found.text
 
 
+OFF = {
+    "relu": lambda out: (out - 9).relu(),  # density
+    "clamp_min": lambda out: (out - 9).clamp_min(0),  # clamped
+    "module": lambda out: nn.Sequential(nn.ReLU())(out - 9),  # module
+    "weights": lambda out: (1 - torch.exp(-(out - 9).relu())) * out.sigmoid(),  # weights
+}
+OFF_AT = {
+    "relu": ("density", "relu", "0"),
+    "clamp_min": ("clamped", "clamp_min", "its limit"),
+    "module": ("module", "relu", "0"),
+    "weights": ("weights", "relu", "0"),
+}
+
+
+@pytest.mark.parametrize("has_scaler", [False, True])
+@pytest.mark.parametrize("name", OFF)
+def test_a_relu_that_is_off_and_makes_all_gradients_0_is_told(name, has_scaler):
+    scaler = GradScaler("cpu") if has_scaler else None
+    found = judged(lambda out, *_: (OFF[name](out) - 1).square().mean(), scaler).findings[0]
+    marker, operation, limit = OFF_AT[name]
+    told = f"as {operation} at {line_with(marker)} gives {limit} for all {SIZE} inputs"
+    assert (found.kind, found.line) == ("dead", line_with(marker))
+    assert f"All gradients are exactly 0 in step 10, {told}" in found.cause
+
+
+NOT_OFF = {
+    "a residual connection": lambda out, table: (out - 9).relu() + table,
+    "one of many": lambda out, table: (table + torch.linspace(-9, 9, SIZE)).relu(),
+    "a bias behind it": lambda out, table: (out - 9).relu() @ table[:1] * 0 + table.mean(),
+    "saturated": lambda out, table: (out - 999).sigmoid(),
+}
+
+
+@pytest.mark.parametrize("name", NOT_OFF)
+def test_a_relu_that_may_be_off_for_some_is_not_told(name):
+    said = judged(lambda out, table, _: (NOT_OFF[name](out, table) - 1).square().mean()).text
+    assert " gives 0 for all" not in said
+
+
 def floored(by, low):
     """Training with losses from 3e-3 on, of which a step takes 1e-3, down to a floor."""
     start = []

@@ -39,6 +39,31 @@ LEFT_OUT = "left out"  # stands for a loss that does not reach what a module mak
 
 
 @detector(Phase.DEAD)
+def off(evidence: Evidence) -> Finding | None:
+    """Gradients that are all 0 as a ReLU gives nothing but 0, by the graph of the loss."""
+    sample = evidence.sample
+    if sample is None or sample.shares is None or sample.shares.zero < 1:
+        return None
+    place = Events().after(sample.calls).place(Event.OFF)
+    if not place or evidence.are_emptied or _may_be_learned(sample, evidence):
+        return None
+    before = _had_one(next(iter(sample.parameters), ""), evidence)
+    rate = f" of {evidence.rates[-1][1]:g}" if evidence.rates else ""
+    return Finding(
+        "dead",
+        f"All gradients are exactly 0 in step {sample.step}, as {place}, where its slope is 0"
+        f"{f'; in step {before} they were not' if before else ', too'}.",
+        _whatever_the_scale(
+            f"take a function whose slope is not 0 (softplus), lower the learning rate{rate} or "
+            "warm it up, or let the bias before it begin at a larger number",
+            evidence,
+        ),
+        line=place.partition(" at ")[2].partition(" gives ")[0] or None,
+        is_certain=False,
+    )
+
+
+@detector(Phase.DEAD)
 def cut_off(evidence: Evidence) -> Finding | None:
     """Parameters that the model uses but no gradient reaches."""
     sample = evidence.sample

@@ -1,4 +1,4 @@
-"""Why a loss of 0 gives gradients of exactly 0: what ends each way from it to the parameters."""
+"""Why a loss gives gradients of exactly 0: what ends each way from it to the parameters."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ _MARGINS = "clamp", "clamp_min", "relu", "threshold"
 _DISTANCES = "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"
 
 
-def end_of(loss: Tensor) -> tuple[str, Node] | None:
-    """What ends the gradients of a loss, and the node nearest to it that does; None if unknown.
+def ends_of(loss: Tensor) -> list[tuple[str, Node]]:
+    """What ends the gradients of a loss, and the nodes that do, the nearest to it first.
 
     It is ``"factor"`` if the node multiplies by numbers that are all 0, ``"ignored"`` if each
     target is the index to ignore, ``"margin"`` if a relu or clamp is off for all of its inputs,
     ``"equal"`` if all outputs equal their targets, and ``"empty"`` if the node makes no element.
-    There is one on each way, or else the gradients are 0 for another reason.
+    There is one on each way, or else the gradients are 0 for another reason, and the list is empty.
     """
-    nodes, first = [loss.grad_fn], None
+    nodes, ends = [loss.grad_fn], list[tuple[str, Node]]()
     seen = set(nodes)
     for node in nodes:  # grows meanwhile
         if node is None or is_leaf(node) or is_custom(node) or len(nodes) > MOST_NODES:
-            return None
+            return []
         cause, open_ways = _cause_in(node)
-        if cause is not None and first is None:
-            first = cause, node
+        if cause is not None:
+            ends.append((cause, node))
         for below in open_ways:
             if below not in seen:
                 seen.add(below)
                 nodes.append(below)
-    return first
+    return ends
 
 
 def is_at_floor(node: Node) -> bool:

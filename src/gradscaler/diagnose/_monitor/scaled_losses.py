@@ -24,7 +24,7 @@ from gradscaler.diagnose._graph.nodes import (
 from gradscaler.diagnose._graph.paired_products import paired_in
 from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.summands import adds_a_constant, subtracted_in, summands_of
-from gradscaler.diagnose._graph.zero_losses import end_of, is_at_floor, is_margin
+from gradscaler.diagnose._graph.zero_losses import ends_of, is_at_floor, is_margin
 from gradscaler.diagnose._monitor.compared import targets_of
 from gradscaler.diagnose._monitor.listed import in_lists
 from gradscaler.diagnose._operations.operation import Role
@@ -79,9 +79,8 @@ class ScaledLosses:
         if loss.grad_fn is None:
             return
         self.adds_a_constant |= self.is_whole and adds_a_constant(loss.grad_fn)
-        if not bool(loss.detach().any()) and (end := end_of(loss)) is not None:
-            cause, node = end
-            self._note(Event.ENDED, node, line_of(loss, node), before=f"{cause} ")
+        if ends := ends_of(loss):
+            self._note_ends(ends, loss, line_of)
         root, _ = _at_root(loss.grad_fn, _PASSED)
         self.is_at_floor |= root is not None and is_at_floor(root)
         is_early = len(self.positive) < MOST_LOSSES
@@ -101,6 +100,21 @@ class ScaledLosses:
         if (paired := paired_in(loss.grad_fn)) is not None:
             node, sizes = paired
             self._note(Event.PAIRED, node, line_of(loss, node), sizes)
+
+    def _note_ends(
+        self,
+        ends: Sequence[tuple[str, Node]],
+        loss: Tensor,
+        line_of: Callable[[Tensor, Node], Line],
+    ) -> None:
+        """Note what ends all gradients of a loss; of one that is not 0, a relu that is off."""
+        cause, node = ends[0]
+        if not bool(loss.detach().any()):
+            self._note(Event.ENDED, node, line_of(loss, node), before=f"{cause} ")
+        elif off := next((node for cause, node in ends if cause == "margin"), None):
+            gives = "0" if differentiated(off.name()) == "relu" else "its limit"
+            rest = f" gives {gives} for all {math.prod(_shape_of(off))} inputs"
+            self._note(Event.OFF, off, line_of(loss, off), rest)
 
     def note_scale(self, loss: Tensor) -> None:
         """Note a loss scale of the script's own."""

@@ -83,6 +83,8 @@ class Event(Enum):
     ABSORBED = "absorbed", "scaled_losses", "loss_graphs gradient_values"
     FLOORED = "floored", "scaled_losses", "gradient_values"  # it is a constant that floors it
     ENDED = "ended", "scaled_losses", "loss_graphs"  # it is 0, and each way from it ends
+    # It is not 0, each way from it ends, and a relu or a clamp on one is off for all its inputs.
+    OFF = "off", "scaled_losses", "gradient_values"
     # It takes probabilities for logits.
     TWICE = "twice", "scaled_losses early_losses", "loss_graphs"
     CUT = "cut", "scaled_losses", "loss_graphs"  # a ReLU makes its logits
