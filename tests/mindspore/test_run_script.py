@@ -88,6 +88,65 @@ def test_a_gradient_of_more_than_the_loss_is_told(mode, has_aux, returns, tmp_pa
     assert is_told == (returns == "logits" and not has_aux)
 
 
+class Parts(mindspore.nn.Cell):
+    """Four layers in a row, and another one of which the loss is taken, too."""
+
+    def __init__(self, is_cut):
+        super().__init__()
+        self.body, self.mid, self.late, self.head, self.other = (
+            mindspore.nn.Dense(4, 4) for _ in range(5)
+        )
+        self.is_cut = is_cut
+
+    def construct(self, inputs):
+        made = self.other(inputs)
+        if self.is_cut:
+            made = mindspore.ops.stop_gradient(made)
+        return self.head(self.late(self.mid(self.body(inputs)))) + made
+
+
+# Which layers of it an optimizer holds; it holds them all, and what else is with those left out.
+HELD = {
+    "left out": ("body mid late head", ""),
+    "frozen": ("body mid late head", "freezes"),
+    "without a gradient": ("body mid late head", "cuts"),
+    "moved by hand": ("body mid late head", "moves"),
+    "of another optimizer": ("body mid late head", "holds"),
+    "a backbone": ("head other", ""),
+    "most, as where a few are tuned": ("body mid", ""),
+    "weights, where biases are tuned": ("body mid late head other", "biases"),
+}
+
+
+@pytest.mark.parametrize("case", HELD)
+def test_a_layer_that_no_optimizer_holds_is_named(mode, case, tmp_path):
+    held, how = HELD[case]
+    model = Parts(how == "cuts")
+    rest = model.other.trainable_params()
+    weights = [p for name in held.split() for p in getattr(model, name).trainable_params()]
+    if how == "biases":
+        weights = [p for p in weights if p.name.endswith("bias")]
+    for each in rest if how == "freezes" else ():
+        each.requires_grad = False
+    others = mindspore.nn.SGD(rest, 1e-3) if how == "holds" else None  # kept in memory
+
+    def loss_of(inputs):
+        return model(inputs).square().mean()
+
+    take = mindspore.value_and_grad(loss_of, None, weights)
+    optimizer = mindspore.nn.SGD(weights, 1e-3)
+    with gradscaler.watch(tmp_path) as watch:
+        for _ in range(20):
+            _, gradients = take(mindspore.Tensor(np.ones((2, 4), "float32")))
+            optimizer(gradients)
+            for each in rest if how == "moves" else ():
+                each.set_data(each + 0.01)
+    is_told = "In no optimizer that is stepped: 2 parameters (other.weight first)"
+    assert (is_told in watch.verdict.text) == (case == "left out")
+    assert (watch.verdict.kind == "normal") == (case != "left out"), watch.verdict.text
+    assert (others is not None) == (how == "holds")
+
+
 def test_graphs_are_the_same_to_the_bit_and_compiled_once(graphs, graphs_in_step_13, tmp_path):
     assert alone(GRAPHS, tmp_path) == graphs.printed == graphs_in_step_13.printed
     compiled = [line.split()[-1] for line in graphs.printed.splitlines()]

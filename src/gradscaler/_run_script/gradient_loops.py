@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from inspect import getclosurevars, isfunction
@@ -20,7 +20,8 @@ from gradscaler._run_script.runs import Runs
 from gradscaler._run_script.undo import replace
 from gradscaler._run_script.watched_run import WatchedRun
 from gradscaler.diagnose import Located, inspect
-from gradscaler.diagnose._gradients.arrays import to_numpy
+from gradscaler.diagnose._gradients.arrays import sample_of, to_numpy
+from gradscaler.diagnose._gradients.reading import largest
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.stand_ins import in_place_of
@@ -31,6 +32,7 @@ from gradscaler.diagnose._monitor.recorded_loop import Unscaled
 from gradscaler.diagnose._monitor.replay import MOST_IN_VAIN, located_in
 from gradscaler.diagnose._monitor.traced_scalers import number_of
 from gradscaler.diagnose._monitor.undivided import undivided, unskipped
+from gradscaler.diagnose._record.thresholds import FEW_ELEMENTS, MOVED_BY
 
 Tensor = Any
 Cell = Any
@@ -97,6 +99,8 @@ class _Loop:
         given: what the run was given as its scaler.
         step: the latest step of a scaler, until it is known what became of it.
         num_searches: how many more steps may be searched in vain.
+        num_steps: how many gradients were taken.
+        left_out: numbers of the parameters that no optimizer holds, by their ids.
     """
 
     first: ref[Tensor]
@@ -108,6 +112,8 @@ class _Loop:
     given: Any = None
     step: _Step | None = None
     num_searches: int = MOST_IN_VAIN
+    num_steps: int = 0
+    left_out: Mapping[int, bytes] = field(default_factory=dict)
 
 
 class GradientLoops:
@@ -217,11 +223,33 @@ class GradientLoops:
         replay = None if model is None else partial(self._again, model, forward, weights)
         if loop.scaler is None:
             loop.given.is_summed = forward.is_summed and loss is not None
+            if model is not None:
+                self._see_left_out(loop, model, forward, weights)
             run.record(loss, gradients, replay)
             run.step_ended()
             return
         self._record_step(run, loop)
         loop.step = self._scaled_step(loop, loss, gradients, replay)
+
+    def _see_left_out(
+        self, loop: _Loop, model: Cell, forward: _Forward, weights: Sequence[Tensor]
+    ) -> None:
+        """Note layers that no optimizer holds and that stand, though the loss depends on them.
+
+        Gradients are taken of the given weights alone, so that of such layers is taken once.
+        """
+        loop.num_steps += 1
+        if loop.num_steps != 1 and (loop.num_steps != MOVED_BY or not loop.left_out):
+            return
+        held = {id(p) for each in in_memory(self._steps.optimizers) for p in each.parameters}
+        left_out = _left_out(model, held | set(map(id, weights)))
+        now = {id(p): sample_of(p, FEW_ELEMENTS).tobytes() for p in left_out}
+        before, loop.left_out = loop.left_out, now
+        stood = [p for p in left_out if before.get(id(p)) == now[id(p)]]
+        if stood:
+            _, made = self._run_again(partial(self._again, model, forward, stood))
+            pairs = zip(stood, _last(made[1], len(stood)) if made else [], strict=False)
+            loop.given.outside = tuple(p.name for p, gradient in pairs if largest(gradient))
 
     def _scaled_step(
         self,
@@ -387,6 +415,23 @@ class GradientLoops:
             if model is not None:
                 self._models[trained] = ref(model)
         return model
+
+
+def _left_out(model: Cell, held: Container[int]) -> list[Tensor]:
+    """The parameters of the layers of which none is held, after the first that is held.
+
+    A backbone comes before that. Where most layers are left out, a few are tuned: there is none.
+    """
+    every = ([*cell.get_parameters(expand=False)] for _, cell in model.cells_and_names())
+    layers = [each for each in every if any(p.requires_grad for p in each)]
+    are_held = [any(id(p) in held for p in each) for each in layers]
+    first = are_held.index(True) if any(are_held) else len(layers)
+    found = [
+        each for each, is_held in list(zip(layers, are_held, strict=True))[first:] if not is_held
+    ]
+    if len(found) >= sum(are_held):
+        return []
+    return [p for each in found for p in each if p.requires_grad]
 
 
 def _is_output(result: Any) -> bool:

@@ -67,6 +67,13 @@ _ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("clear_grad() between backward() and step(), ", *("gradients that are set to 0, ",) * 4),
     ),
     (
+        "Call step() with the optimizer that holds it, or give it to one",
+        (
+            "Call step() with the optimizer that holds it, or give it to one",
+            *("Give it to the optimizer",) * 4,
+        ),
+    ),
+    (
         "clip gradients before optimizer.step()",
         (
             "clip gradients (grad_clip=paddle.nn.ClipGradByGlobalNorm(1.0))",

@@ -113,7 +113,7 @@ class ScaledLosses:
             self._note(Event.ENDED, node, line_of(loss, node), before=f"{cause} ")
         elif off := next((node for cause, node in ends if cause == "margin"), None):
             gives = "0" if differentiated(off.name()) == "relu" else "its limit"
-            rest = f" gives {gives} for all {math.prod(_shape_of(off))} inputs"
+            rest = f" gives {gives} for all {math.prod(shape_of(off))} inputs"
             self._note(Event.OFF, off, line_of(loss, off), rest)
 
     def note_scale(self, loss: Tensor) -> None:
