@@ -614,6 +614,10 @@ def of_loss_graphs():
         calls = {"switched": 40, "ended": 2, "ended factor mul at a.py:7": 2}
         return with_losses([0.0, 1.0] * 20, events=Events().after(calls), **more)
 
+    def by_class(*classes):
+        measured = tuple(sampled(norm=1.0, classes=each) for each in classes)
+        return Evidence(50, 0, measured=measured)
+
     def seen(name, count, more=None):
         return counted(50, more, **{name: count, f"{name} relu at a.py:7 makes it": count})
 
@@ -635,6 +639,15 @@ def of_loss_graphs():
         ("a.py:7", [], [seen(each, 1) for each in places]),
         ("A cross entropy is negative", [counted(9, negative=2)], [counted(9, negative=1)]),
         ("The loss of actor is 0", [in_turns(4)], [in_turns(3)]),
+        ("in order (class 1, then 2, then 0)", [by_class((0,), (1,), (2,), (0,))], []),
+        (
+            "the data is sorted by class",
+            [by_class((0,), (1,), (2,), (0,))],
+            [
+                *(by_class((1,), (2,), (0,)), by_class((0,), (1,), (0,), (1,))),
+                *(by_class((0,), (0,), (1,), (2,), (0,)), by_class((), (1,), (2,), (0,))),
+            ],
+        ),
     ]
 
 

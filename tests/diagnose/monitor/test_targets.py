@@ -1,4 +1,4 @@
-"""What a monitor sees of the targets of a loss, and says of a loss that they explain."""
+"""What a monitor sees of the targets and labels that a loss compares outputs with."""
 
 import warnings
 
@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 
 import torch
 from torch import nn
-from torch.nn.functional import huber_loss, mse_loss
+from torch.nn.functional import cross_entropy, huber_loss, mse_loss, nll_loss
 
 from gradscaler.diagnose import FindingWarning, Monitor, read_run
 
@@ -110,3 +110,79 @@ def test_large_targets_are_read_in_a_part(tmp_path):
     trained(lambda out, _: mse_loss(out, targets), width=2000, path=path)
     seen = [each.targets for each in read_run(path).samples if each.targets]
     assert seen[0].variance == pytest.approx(float(targets[:, ::7].var(0).mean()))
+
+
+CLASSES = 5
+SORTED = torch.arange(20 * CLASSES) // 20  # the labels of a data set, by class
+SORTED_TOLD = "the data is sorted by class"
+
+
+def classified(labels_of, steps=20, loss_of=cross_entropy, passes=1):
+    """The verdict after training a linear model with labels for the number of each batch."""
+    model = nn.Linear(4, CLASSES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(None, model) as monitor, warnings.catch_warnings():
+        warnings.simplefilter("ignore", FindingWarning)
+        for step in range(steps):
+            optimizer.zero_grad()
+            for each in range(passes):
+                labels = labels_of(step * passes + each)
+                loss_of(model(torch.randn(len(labels), 4)), labels).backward()
+            optimizer.step()
+    return monitor.verdict.text
+
+
+def batch_of(data, size):
+    """A function that takes the batches of a data set one after another, again and again."""
+    return lambda number: data.repeat(2)[number * size % len(data) :][:size]
+
+
+@pytest.mark.parametrize(
+    ("labels_of", "more"),
+    [
+        (batch_of(SORTED, 8), {}),
+        (batch_of(SORTED.flip(0), 12), {}),
+        (batch_of(SORTED.where(torch.arange(len(SORTED)) % 7 > 0, -100), 12), {}),
+        (batch_of(SORTED, 8), {"loss_of": lambda out, y: nll_loss(out.log_softmax(1), y)}),
+        (batch_of(SORTED, 8), {"loss_of": lambda out, y: cross_entropy(out, y) + out.mean()}),
+        (batch_of(SORTED.repeat_interleave(2), 8), {"passes": 2}),
+    ],
+)
+def test_data_that_is_sorted_by_class_is_told(labels_of, more):
+    text = classified(labels_of, **more)
+    assert SORTED_TOLD in text
+    assert "shuffle=True" in text
+
+
+def pairs(number):
+    """Eight of one class and eight of another, as for embeddings."""
+    first = number % (CLASSES - 2)
+    return torch.tensor([first] * 8 + [first + 2] * 8)
+
+
+@pytest.mark.parametrize(
+    ("labels_of", "more"),
+    [
+        (batch_of(SORTED, 6), {}),  # such a batch may be of one class by chance
+        (batch_of(SORTED[torch.randperm(100, generator=torch.manual_seed(0))], 10), {}),
+        (batch_of(SORTED.reshape(CLASSES, 20).T.reshape(-1).clone(), 10), {}),
+        (lambda number: torch.arange(16) // 4, {}),  # each step has the same classes
+        (pairs, {}),
+        (lambda number: torch.full((16,), int(number == 4)), {}),  # most labels are one class
+        (lambda number: torch.full((16,), number % 2), {}),  # true and false in turns
+        (lambda number: torch.full((16,), number // 15), {}),  # one task after another
+        (batch_of(SORTED, 8), {"passes": CLASSES}),  # of which each adds another class
+        (batch_of(SORTED, 8), {"steps": 9}),
+    ],
+)
+def test_labels_that_look_sorted_by_class_are_not_told(labels_of, more):
+    assert SORTED_TOLD not in classified(labels_of, **more)
+
+
+def test_masks_of_one_class_are_not_told():
+    """Of pictures, whose labels have the shape of a batch of rows."""
+
+    def loss_of(out, labels):
+        return cross_entropy(out.T[None], labels[None])
+
+    assert SORTED_TOLD not in classified(batch_of(SORTED, 8), loss_of=loss_of)

@@ -95,7 +95,7 @@ DOCUMENTED = """[
  "parameters": {"<w>": {"zero": 0.25, "flushed": 0.125, "subnormal": 0.125, "nonfinite": 0.0,
                         "histogram": [-20, [1, 0, 3]]}},
  "worst": ["<w>"], "losses": [null, 2.5], "largest": 0.5, "chance": null,
- "targets": {"error": 2.5, "variance": null, "targets": 3.0, "outputs": 0.5},
+ "targets": {"error": 2.5, "variance": null, "targets": 3.0, "outputs": 0.5}, "classes": [7],
  "backward": ["float16", "float32"], "calls": {"unstepped": 3},
    "missing": ["v"],
    "cut": {"v": "round"}, "unmoved": null, "optimizers": null, "num_losses": 1,

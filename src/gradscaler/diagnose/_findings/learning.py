@@ -121,8 +121,8 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
     stands = _stands(losses, has_margin) if may_stand or has_margin else ""
     rise = _rose_again(losses, usual) or stands
     rise = rise or (_climbed(losses, evidence) if is_whole else "")
-    if hint := f"; {rise}" if rise else _gives_mean(evidence):
-        return f"{judged}{hint}"
+    if so := f"; {rise}" if rise else _gives_mean(evidence):
+        return f"{judged}{so}"
     is_short = evidence.steps < (FEW_CALLS if values[-1] == first else LONG)
     if is_short and (_has_risen(values) or _is_as_at_first(values[-1], first)):
         steps = f"{evidence.steps} step{'s' * (evidence.steps != 1)}"

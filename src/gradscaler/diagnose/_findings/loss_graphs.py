@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from gradscaler.diagnose._findings.detector import Detector, Phase, Role, detector
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._record.events import Event
 from gradscaler.diagnose._record.finding import Finding
-from gradscaler.diagnose._record.thresholds import EARLY_SAMPLES, FEW_SAMPLES
+from gradscaler.diagnose._record.thresholds import (
+    EARLY_SAMPLES,
+    FEW_SAMPLES,
+    HALF,
+    LEAST_CLASSES,
+    LISTED,
+)
 
 
 @detector(Phase.AWAY, at_bad_step=Role.CAUSE)
@@ -209,3 +217,25 @@ unregistered = _at_a_place(
     "Keep layers in nn.ModuleList or nn.ModuleDict, parameters in nn.ParameterList, and make the "
     "optimizer after them; or call requires_grad_(False) on those that are meant to stay.",
 )
+
+
+@detector(Phase.MODE)
+def by_class(evidence: Evidence) -> Finding | None:
+    """Batches of labels of one class or two, of others from sample to sample."""
+    seen = [each.classes for each in evidence.measured if each.classes is not None]
+    counts = Counter(label for classes in seen for label in classes)
+    if len(seen) < EARLY_SAMPLES or not all(seen) or len(counts) < LEAST_CLASSES:
+        return None
+    if max(counts.values()) > HALF * len(seen):
+        return None
+    listed = ", then ".join(" and ".join(map(str, classes)) for classes in seen[-LISTED:])
+    return Finding(
+        "misuse",
+        f"Each batch that was sampled holds labels of one class or two, in order (class {listed}): "
+        "the data is sorted by class, so each step unlearns what others have taught.",
+        "Shuffle the data, as by shuffle=True of the DataLoader, unless classes are meant to come "
+        "one after another.",
+        steps=tuple(each.step for each in evidence.measured if each.classes)[-LISTED:],
+        count=len(seen),
+        is_certain=False,
+    )

@@ -10,6 +10,7 @@ from gradscaler.diagnose._record.lines import Targets
 from gradscaler.diagnose._record.thresholds import LEAST_BATCH
 
 _MOST_ROWS, _MOST_COLUMNS = 4096, 256  # that are read; others are alike
+_MOST_LABELS = 1000  # likewise
 
 
 def targets_of(node: Node) -> Targets | None:
@@ -28,6 +29,22 @@ def targets_of(node: Node) -> Targets | None:
         float(targets.square().mean().sqrt()),
         float(outputs.square().mean().sqrt()),
     )
+
+
+def classes_of(node: Node) -> tuple[int, ...] | None:
+    """The classes of a batch whose labels are sorted, as ``nll_loss`` keeps them.
+
+    They are empty if the labels are not sorted; None if there are few, or none.
+    """
+    labels, ignored = saved(node, "target"), saved(node, "ignore_index")
+    if labels is None or ignored is None or labels.ndim != 1 or labels.is_floating_point():
+        return None
+    labels = local(labels)[:_MOST_LABELS]
+    found = [label for label in labels.tolist() if label not in (ignored, ignored - 2**64)]
+    if len(found) < LEAST_BATCH:
+        return None
+    is_sorted = sorted(found) in (found, found[::-1])
+    return tuple(dict.fromkeys(found)) if is_sorted else ()
 
 
 def _rows_of(tensor: Tensor) -> Tensor:

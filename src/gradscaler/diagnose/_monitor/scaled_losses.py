@@ -25,7 +25,7 @@ from gradscaler.diagnose._graph.paired_products import paired_in
 from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.summands import adds_a_constant, subtracted_in, summands_of
 from gradscaler.diagnose._graph.zero_losses import ends_of, is_at_floor, is_margin
-from gradscaler.diagnose._monitor.compared import targets_of
+from gradscaler.diagnose._monitor.compared import classes_of, targets_of
 from gradscaler.diagnose._monitor.listed import in_lists
 from gradscaler.diagnose._operations.operation import Role
 from gradscaler.diagnose._operations.rows import names_with
@@ -72,6 +72,7 @@ class ScaledLosses:
     is_at_floor: bool = False  # whether a loss is a constant, as what it floors is below it
     chance: float | None = None  # the loss of a guess, if the latest loss is a cross entropy
     targets: Targets | None = None  # what the latest loss compares
+    classes: list[tuple[int, ...]] = field(default_factory=list)  # of the labels of each loss
 
     def add(self, loss: Tensor, line_of: Callable[[Tensor, Node], Line]) -> None:
         """Add a loss that is scaled, before its backward pass; waits for the device."""
@@ -94,6 +95,8 @@ class ScaledLosses:
             self.positive.append((name, alone(loss.detach())))
         for summand in summands_of(loss.grad_fn):
             node, reader = _at_root(summand, _ELEMENTWISE)
+            if node is not None and (classes := classes_of(node)) is not None:
+                self.classes.append(classes)
             sizes = "" if node is None else _broadcast(node, reader)
             if sizes and not _is_of_energy(loss.grad_fn, node):
                 self._note(Event.BROADCAST, node, line_of(loss, node), sizes)
@@ -192,7 +195,18 @@ class ScaledLosses:
 
     def fields(self) -> dict[str, object]:
         """The fields of a :class:`~gradscaler.diagnose._record.lines.Sample` that losses show."""
-        return {"chance": self.chance, "targets": self.targets}
+        return {"chance": self.chance, "targets": self.targets, "classes": self._neighbours()}
+
+    def _neighbours(self) -> tuple[int, ...] | None:
+        """The one class of all labels, or two that follow each other, if batches are sorted.
+
+        Batches of pairs of classes, as for embeddings, hold others.
+        """
+        if not self.classes:
+            return None
+        classes = sorted({label for each in self.classes for label in each})
+        is_sorted = all(self.classes) and classes[-1] - classes[0] <= 1
+        return tuple(classes) if is_sorted else ()
 
     def events(self, loss: float | None) -> Iterable[Counted]:
         """The events of an iteration with this loss; waits for the device."""

@@ -218,6 +218,8 @@ class Sample:
         chance: the loss of a guess, which is the logarithm of the number of classes; None if the
             loss is no cross entropy. Where no graph shows the loss, it is that of as many outputs
             as the last bias has.
+        classes: the one class of the labels of ``nll_loss``, or two that follow each other and that
+            the batch is sorted by; empty for other labels, None if they were not seen.
         unmoved: the share of elements of 16-bit parameters that have not changed since the previous
             sample with this share. Only elements with a gradient count; None if there are none.
         batch: the epoch and the batch in it, both from 1; see :class:`BadStep`.
@@ -249,6 +251,7 @@ class Sample:
     optimizers: Optimizers | None = None
     chance: Magnitude | None = None
     targets: Targets | None = None
+    classes: tuple[int, ...] | None = None
     batch: tuple[Step, Step] | None = None
 
     def check(self) -> None:

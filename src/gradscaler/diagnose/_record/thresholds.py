@@ -92,6 +92,8 @@ SOLVED = 0.01  # times the first loss
 NEAR_CHANCE = 0.02
 # Rows of a batch; those of fewer differ too much from batch to batch.
 LEAST_BATCH = 8
+# Classes of batches that hold one or two. Batches of two take turns in the training of a critic.
+LEAST_CLASSES = 3
 # The distance of a mean square error from the variance of its targets, which a model that gives
 # their mean has, in samples of the later half of a run. Batches of 64 differ by 2 %, and a slow
 # training has left it: `test_a_regression_that_is_slow_is_not_told_to_give_a_mean`.
