@@ -403,6 +403,13 @@ def with_targets(factor, last=1.0, samples=6, steps=120, variance=2.0):
     return steps_with([2.0] * steps, measured=(sampled(norm=1.0), seen(7.0), *late))
 
 
+def begun(first, then, steps=24):
+    """A cross entropy of ten classes, in guesses, whose steps after the first half have others."""
+    chance = math.log(10)
+    losses = [first, *[2.0] * (steps // 2 - 1), *[then] * (steps - steps // 2)]
+    return steps_with([chance * loss for loss in losses], sample=sampled(chance=chance))
+
+
 def of_learning():
     told, meaning = steps_with, with_targets
 
@@ -586,6 +593,16 @@ def of_learning():
                 *(meaning(1.055), meaning(0.945), meaning(1.05, 0.85), meaning(1.0, steps=99)),
                 *(meaning(1.0, samples=4), meaning(1.0, variance=None)),
             ],
+        ),
+        (
+            "its first was far above 2.3, that of a guess among 10 classes",
+            [begun(3.1, 1.1), begun(3.1, 1.1, steps=20)],
+            [begun(2.9, 1.1), begun(3.1, 1.1, steps=19)],
+        ),
+        (
+            "classes, which it took 12 steps to reach",
+            [begun(3.1, 0.9)],
+            [begun(3.1, 1.1), begun(3.1, 0.9, steps=23)],
         ),
         (
             "gradients vanish on their way: those of b.w",

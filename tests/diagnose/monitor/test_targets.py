@@ -186,3 +186,57 @@ def test_masks_of_one_class_are_not_told():
         return cross_entropy(out.T[None], labels[None])
 
     assert SORTED_TOLD not in classified(batch_of(SORTED, 8), loss_of=loss_of)
+
+
+HIGH = "that of a guess among"
+WORDS = 50
+
+
+class Tied(nn.Module):
+    """Predicts the next word by the table that embeds the present one."""
+
+    def __init__(self, deviation):
+        super().__init__()
+        self.table = nn.Embedding(WORDS, 32)
+        nn.init.normal_(self.table.weight, std=deviation)
+
+    def forward(self, words):
+        return self.table(words) @ self.table.weight.T
+
+
+def of_words(deviation, rate, loss_of=cross_entropy):
+    """The verdict on 40 steps that learn which word follows each."""
+    model = Tied(deviation)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    with Monitor(None, model) as monitor, warnings.catch_warnings():
+        warnings.simplefilter("ignore", FindingWarning)
+        for _ in range(40):
+            words = torch.randint(WORDS, (64,))
+            optimizer.zero_grad()
+            loss_of(model(words), (words * 7 + 3) % WORDS).backward()
+            optimizer.step()
+    return monitor.verdict.text
+
+
+def test_a_cross_entropy_that_begins_far_above_a_guess_is_told():
+    text = of_words(1.0, 0.01)
+    assert f"its first was far above 3.91, {HIGH} {WORDS} classes: the first outputs" in text
+    assert "a deviation of 0.02" in text
+    assert "steps to reach" in of_words(1.0, 0.06)
+
+
+@pytest.mark.parametrize(
+    ("deviation", "rate", "loss_of"),
+    [
+        (0.02, 0.01, cross_entropy),
+        (0.7, 0.15, cross_entropy),  # it falls soon
+        (0.02, 0.01, lambda out, y: cross_entropy(out, y, reduction="sum")),
+        (0.02, 0.01, lambda out, y: cross_entropy(out, y, reduction="none").sum()),
+        (1.0, 0.01, lambda out, y: mse_loss(out, 9.0 * nn.functional.one_hot(y, WORDS))),
+        (1.0, 0.01, lambda out, y: cross_entropy(out[:, :2], y % 2)),
+    ],
+)
+def test_a_cross_entropy_that_begins_near_a_guess_or_is_soon_there_is_not_told(
+    deviation, rate, loss_of
+):
+    assert HIGH not in of_words(deviation, rate, loss_of)

@@ -16,6 +16,7 @@ from gradscaler.diagnose._record.thresholds import (
     CLIPPED_AWAY,
     EARLY,
     EXPLODED,
+    FAR_ABOVE_CHANCE,
     FELL,
     FELL_FAR,
     FEW_CALLS,
@@ -121,7 +122,7 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
     stands = _stands(losses, has_margin) if may_stand or has_margin else ""
     rise = _rose_again(losses, usual) or stands
     rise = rise or (_climbed(losses, evidence) if is_whole else "")
-    if so := f"; {rise}" if rise else _gives_mean(evidence):
+    if so := f"; {rise}" if rise else _gives_mean(evidence) or _began_high(evidence, values):
         return f"{judged}{so}"
     is_short = evidence.steps < (FEW_CALLS if values[-1] == first else LONG)
     if is_short and (_has_risen(values) or _is_as_at_first(values[-1], first)):
@@ -321,18 +322,24 @@ def _slow(evidence: Evidence) -> str | None:
 
 
 def _guessed(evidence: Evidence, latest: float) -> str | None:
-    """A hint if a cross entropy stays where a guess is.
-
-    That of two classes is left out: the networks of a GAN in balance guess.
-    """
-    chance = evidence.sample and evidence.sample.chance
-    if not chance or chance <= math.log(2) or abs(latest - chance) > NEAR_CHANCE * chance:
+    """A hint if a cross entropy stays where a guess is."""
+    chance = _chance(evidence)
+    if not chance or abs(latest - chance) > NEAR_CHANCE * chance:
         return None
     return (
         f"and it stays at {chance:.3g}, that of a guess among {math.exp(chance):.0f} classes. If "
         "it should have fallen, look for labels of other rows (one of both was shuffled), inputs "
         "that are all alike, a softmax before the loss, and too small a learning rate."
     )
+
+
+def _chance(evidence: Evidence) -> float:
+    """The loss of a guess; 0 if it is not known.
+
+    That of two classes is left out: the networks of a GAN in balance guess.
+    """
+    chance = (evidence.sample and evidence.sample.chance) or 0.0
+    return chance if chance > math.log(2) else 0.0
 
 
 def _late_targets(evidence: Evidence) -> list[Targets]:
@@ -357,6 +364,28 @@ def _gives_mean(evidence: Evidence) -> str:
         "targets, as of a model that gives their mean. If it should have fallen further, look for "
         "inputs with exchanged axes (batch_first), targets of other rows, inputs that are not "
         "normalized, and too small a learning rate."
+    )
+
+
+def _began_high(evidence: Evidence, losses: Sequence[float]) -> str:
+    """A clause if a cross entropy begins far above a guess, and takes half of the run to reach it.
+
+    Where no graph shows the loss, it may be another one.
+    """
+    chance, first = _chance(evidence), (evidence.first and evidence.first.loss) or 0.0
+    is_known = chance > 0 and evidence.framework.name == "torch"
+    if not is_known or first < FAR_ABOVE_CHANCE * chance or evidence.steps < LATE:
+        return ""
+    below = next((n for n, loss in enumerate(losses) if loss < chance), len(losses))
+    is_soon = below < HALF * len(losses) or len(losses) < evidence.steps
+    if below < len(losses) and is_soon:
+        return ""
+    last = "" if below == len(losses) else f", which it took {below} steps to reach"
+    return (
+        f", and its first was far above {chance:.3g}, that of a guess among "
+        f"{math.exp(chance):.0f} classes{last}: the first outputs are large. If it should fall "
+        "faster, let the weights begin smaller, as an embedding that is also the output layer with "
+        "a deviation of 0.02, and normalize the inputs."
     )
 
 

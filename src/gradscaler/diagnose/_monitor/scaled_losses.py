@@ -82,11 +82,11 @@ class ScaledLosses:
         self.adds_a_constant |= self.is_whole and adds_a_constant(loss.grad_fn)
         if ends := ends_of(loss):
             self._note_ends(ends, loss, line_of)
-        root, _ = _at_root(loss.grad_fn, _PASSED)
+        root, reader = _at_root(loss.grad_fn, _PASSED)
         self.is_at_floor |= root is not None and is_at_floor(root)
         is_early = len(self.positive) < MOST_LOSSES
         name = "" if root is None else differentiated(root.name())
-        self.chance = None if root is None else _chance(root, name)
+        self.chance = None if root is None or _is_sum(root, reader) else _chance(root, name)
         compares, _ = _at_root(loss.grad_fn, _ELEMENTWISE)
         self.targets = None if compares is None else targets_of(compares)
         if root is not None and is_margin(root):
@@ -247,6 +247,12 @@ def _chance(node: Node, name: str) -> float | None:
         return None
     classes = shape_of(below[0])[1:2]
     return math.log(*classes) if classes and classes[0] > 1 else None
+
+
+def _is_sum(node: Node, reader: Node) -> bool:
+    """Whether a loss is the sum of a node's over the batch."""
+    is_summed = reader is not None and differentiated(reader.name()) == "sum"
+    return saved(node, "reduction") == 2 or is_summed  # as torch.nn._reduction has it
 
 
 def _name_of(parameter: Tensor) -> str:
