@@ -393,11 +393,11 @@ def steps_with(losses, **more):
     return with_losses(losses, **known)
 
 
-def with_targets(factor, last=1.0, samples=6, steps=120, variance=2.0):
+def with_targets(factor, last=1.0, samples=6, steps=120, variance=2.0, sizes=(1.0, 1.0)):
     """Samples whose mean square errors are their targets' variance times factors."""
 
     def seen(ratio):
-        return sampled(norm=1.0, targets=Targets(2.0 * ratio, variance, 1.0, 1.0))
+        return sampled(norm=1.0, targets=Targets(2.0 * ratio, variance, *sizes))
 
     late = [*[seen(factor)] * (samples - 3), seen(factor * last)]
     return steps_with([2.0] * steps, measured=(sampled(norm=1.0), seen(7.0), *late))
@@ -593,6 +593,11 @@ def of_learning():
                 *(meaning(1.055), meaning(0.945), meaning(1.05, 0.85), meaning(1.0, steps=99)),
                 *(meaning(1.0, samples=4), meaning(1.0, variance=None)),
             ],
+        ),
+        (
+            "its targets are some",
+            [meaning(9.0, sizes=(500.0, 4.9)), meaning(1.0, sizes=(110.0, 0.1))],
+            [meaning(9.0, sizes=(500.0, 5.1)), meaning(9.0, sizes=(90.0, 0.1))],
         ),
         (
             "its first was far above 2.3, that of a guess among 10 classes",

@@ -112,6 +112,43 @@ def test_large_targets_are_read_in_a_part(tmp_path):
     assert seen[0].variance == pytest.approx(float(targets[:, ::7].var(0).mean()))
 
 
+FAR = "its targets are some"
+
+
+def priced(inputs, size, middle):
+    """Targets that the inputs show, of a size and around a middle."""
+    return size * inputs.sum(1, keepdim=True) + middle
+
+
+@pytest.mark.parametrize(
+    ("loss", "size", "middle"),
+    [(mse_loss, 1e5, 4e5), (huber_loss, 1e5, 4e5), (mse_loss, 1e4, 0.0), (mse_loss, 1.0, 1e4)],
+)
+def test_targets_that_are_far_above_the_outputs_are_told(loss, size, middle):
+    text = trained(lambda out, x: loss(out, priced(x, size, middle)), rate=0.001)
+    assert FAR in text
+    assert "divided by their deviation" in text
+
+
+@pytest.mark.parametrize(
+    ("size", "middle", "rate"),
+    [
+        (1.0, 0.0, 0.001),
+        (1.0, 30.0, 0.001),
+        (1e5, 4e5, 1e3),  # a learning rate for them
+        (0.0, 0.0, 0.001),
+    ],
+)
+def test_targets_that_outputs_reach_are_not_told(size, middle, rate):
+    assert FAR not in trained(lambda out, x: mse_loss(out, priced(x, size, middle)), rate)
+
+
+def test_outputs_that_are_small_for_a_mean_of_0_are_not_told_as_small():
+    text = trained(lambda out, _: mse_loss(0.01 * out, elsewhere()), rate=0.001, width=2)
+    assert OF_MEAN in text
+    assert FAR not in text
+
+
 CLASSES = 5
 SORTED = torch.arange(20 * CLASSES) // 20  # the labels of a data set, by class
 SORTED_TOLD = "the data is sorted by class"

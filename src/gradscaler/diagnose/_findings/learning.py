@@ -17,6 +17,7 @@ from gradscaler.diagnose._record.thresholds import (
     EARLY,
     EXPLODED,
     FAR_ABOVE_CHANCE,
+    FAR_TARGETS,
     FELL,
     FELL_FAR,
     FEW_CALLS,
@@ -122,7 +123,7 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
     stands = _stands(losses, has_margin) if may_stand or has_margin else ""
     rise = _rose_again(losses, usual) or stands
     rise = rise or (_climbed(losses, evidence) if is_whole else "")
-    if so := f"; {rise}" if rise else _gives_mean(evidence) or _began_high(evidence, values):
+    if so := f"; {rise}" if rise else _of_outputs(evidence, values):
         return f"{judged}{so}"
     is_short = evidence.steps < (FEW_CALLS if values[-1] == first else LONG)
     if is_short and (_has_risen(values) or _is_as_at_first(values[-1], first)):
@@ -347,6 +348,24 @@ def _late_targets(evidence: Evidence) -> list[Targets]:
     seen = [each.targets for each in evidence.measured]
     late = [each for each in seen[len(seen) // 2 :] if each is not None]
     return late if len(late) >= LATE_SAMPLES and evidence.steps >= LONG else []
+
+
+def _of_outputs(evidence: Evidence, losses: Sequence[float]) -> str:
+    """A clause if a loss is that of outputs that know nothing yet, whether it fell or not."""
+    far = _far_below_targets(evidence)
+    return far or _gives_mean(evidence) or _began_high(evidence, losses)
+
+
+def _far_below_targets(evidence: Evidence) -> str:
+    """A clause if outputs are small beside targets, which are large."""
+    late = _late_targets(evidence)
+    if not late or any(each.targets < FAR_TARGETS * max(each.outputs, 1.0) for each in late):
+        return ""
+    return (
+        f", and its targets are some {late[-1].targets:.1g}, its outputs some "
+        f"{late[-1].outputs:.1g}. If it should have fallen, train on targets less their mean, "
+        "divided by their deviation; or begin with a bias of that mean and a higher learning rate."
+    )
 
 
 def _gives_mean(evidence: Evidence) -> str:

@@ -98,6 +98,8 @@ LEAST_CLASSES = 3
 # their mean has, in samples of the later half of a run. Batches of 64 differ by 2 %, and a slow
 # training has left it: `test_a_regression_that_is_slow_is_not_told_to_give_a_mean`.
 NEAR_VARIANCE, LATE_SAMPLES = 0.05, 3
+# Times the outputs, at the end, and 1: targets that outputs with a mean of 0 must reach.
+FAR_TARGETS = 100.0
 # Times the loss of a guess, which a first cross entropy has. That of inputs from 0 to 255 is as
 # high, and falls below a guess in a few steps.
 FAR_ABOVE_CHANCE = 3.0
