@@ -651,6 +651,7 @@ def of_loss_graphs():
         "linear",
         "constant",
         "counted",
+        "detached",
         "graphless",
         "broadcast",
         "paired",

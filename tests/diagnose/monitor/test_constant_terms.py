@@ -70,7 +70,44 @@ def under_no_grad(out, teacher):
 
 
 def stopped(out, teacher):
-    return functional.cross_entropy(out, LABELS) + functional.mse_loss(out, teacher).detach()
+    extra = functional.mse_loss(out, teacher)
+    return functional.cross_entropy(out, LABELS) + 0.5 * extra.detach()  # stopped
+
+
+def scored(out, teacher):
+    score = -out.tanh().detach().mean()  # scored
+    return functional.cross_entropy(out, LABELS) + 0.1 * score
+
+
+def a_baseline(out, teacher):
+    value = out[0, 1]
+    chosen = out.log_softmax(1)[0, 0]
+    return (1 - value) ** 2 - chosen * (1 - value.detach()) + 1.0
+
+
+def a_target(out, teacher):
+    target = teacher[:, 0] + 0.9 * out.max(1)[0].detach()
+    return mse_loss(out[:, 0], target) + 1.0
+
+
+def a_shift(out, teacher):
+    largest = out.max().detach()
+    return (out - largest).exp().sum().log() + largest
+
+
+def its_own(out, teacher):
+    loss = functional.cross_entropy(out, LABELS)
+    return loss + 0.1 * (loss.detach() - 1)
+
+
+def a_factor(out, teacher):
+    weight = mse_loss(out, teacher).detach()
+    return weight * functional.cross_entropy(out, LABELS) + 1.0
+
+
+def of_another(out, teacher):
+    other = nn.Linear(3, 1)(teacher).detach()
+    return functional.cross_entropy(out, LABELS) + 0.1 * other.mean()
 
 
 def used(out, teacher):
@@ -145,7 +182,7 @@ def trained(loss_of, path=None, scaler=None, is_watched=True):
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
-@pytest.mark.parametrize("loss_of", [weighted, imported, listed, stacked])
+@pytest.mark.parametrize("loss_of", [weighted])
 def test_a_loss_function_whose_inputs_have_no_gradient_is_named(loss_of, is_scaled, path):
     scaler = GradScaler("cpu", init_scale=8.0) if is_scaled else None
     verdict, _ = trained(loss_of, path, scaler)
@@ -158,11 +195,66 @@ def test_a_loss_function_whose_inputs_have_no_gradient_is_named(loss_of, is_scal
 
 @pytest.mark.parametrize(
     "loss_of",
-    [logged, by_item, as_a_weight, under_no_grad, stopped, used],
+    [logged, by_item, as_a_weight, under_no_grad, used],
     ids=lambda f: f.__name__,
 )
 def test_what_is_only_logged_or_a_number_or_meant_is_not(loss_of):
     assert trained(loss_of)[0].kind == "normal"
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize("loss_of", [imported, listed, stacked, stopped, scored])
+def test_a_term_that_detach_cuts_off_is_named_by_its_line(loss_of, is_scaled, path):
+    scaler = GradScaler("cpu", init_scale=8.0) if is_scaled else None
+    verdict, _ = trained(loss_of, path, scaler)
+    line = line_with(loss_of.__name__)
+    found = next(each for each in verdict.findings if each.line == line)
+    assert (found.kind, found.is_certain) == ("misuse", False)
+    assert f"gives no gradient: detach() at {line} cuts it off" in found.cause
+    assert read_run(path).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [a_baseline, a_target, a_shift, its_own, a_factor, of_another],
+    ids=lambda f: f.__name__,
+)
+def test_what_detach_is_for_is_not_told(loss_of):
+    assert not [each for each in trained(loss_of)[0].findings if "detach()" in each.text]
+
+
+def adversarial(cuts):
+    """The verdict on a generator and a critic that take turns, and the weights after them."""
+    torch.manual_seed(0)
+    maker, critic = nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-2) for each in (maker, critic)]
+    monitor = Monitor(None, [maker, critic], tell=lambda text: None)
+    bce = functional.binary_cross_entropy_with_logits
+    for _ in range(12):
+        real, fake = torch.randn(8, 3), maker(torch.randn(8, 4))
+        of_real, of_fake = critic(real), critic(fake.detach())
+        own = bce(of_real, torch.ones(8, 1)) + bce(of_fake, torch.zeros(8, 1))
+        optimizers[1].zero_grad()
+        own.backward()
+        optimizers[1].step()
+        score = critic(fake)
+        if cuts:
+            score = score.detach()  # the cut
+        loss = 0.5 * bce(score, torch.ones(8, 1)) + mse_loss(fake, real)
+        optimizers[0].zero_grad()
+        loss.backward()
+        optimizers[0].step()
+    monitor.close()
+    return monitor.verdict
+
+
+def test_a_cut_term_is_named_where_optimizers_take_turns():
+    found = adversarial(cuts=True).findings
+    assert [each.line for each in found if "cuts it off" in each.cause] == [line_with("the cut")]
+
+
+def test_the_turn_of_a_critic_on_what_is_detached_is_not_told():
+    assert "detach()" not in adversarial(cuts=False).text
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
@@ -187,7 +279,7 @@ def test_what_is_shown_or_a_mask_or_straight_through_is_not(loss_of):
     assert not [each for each in found if "no gradient passes" in each.cause]
 
 
-@pytest.mark.parametrize("loss_of", [weighted, listed, logged, used, dice])
+@pytest.mark.parametrize("loss_of", [weighted, listed, logged, used, dice, scored])
 def test_the_search_changes_no_bit(loss_of):
     watched, alone = trained(loss_of)[1], trained(loss_of, is_watched=False)[1]
     assert all(map(torch.equal, watched, alone))

@@ -17,6 +17,7 @@ from gradscaler.diagnose._graph.call_site import Node
 from gradscaler.diagnose._graph.guard import guard, guarded, passing
 from gradscaler.diagnose._graph.hooks import OneCallHooks, weakly
 from gradscaler.diagnose._graph.lines import Line
+from gradscaler.diagnose._graph.summands import adds_a_constant
 from gradscaler.diagnose._graph.watch import GraphWatch
 from gradscaler.diagnose._locate.locate import is_locating
 from gradscaler.diagnose._monitor import loaders, new_optimizers, unfit_states
@@ -147,11 +148,15 @@ class EagerObserver(StepSource):
         calls = self._graphs.ungraphed
         if calls.gradients.readers and (place := calls.gradients.found_in(loss)):
             self._note_term(iteration, Event.GRAPHLESS, place)
+        elif calls.cuts.added and (place := calls.cuts.found_in(loss)):
+            self._note_term(iteration, Event.DETACHED, place)
         elif calls.terms.added and (term := calls.terms.found_in(loss)):
             event = Event.COUNTED if term.is_counted else Event.CONSTANT
             self._note_term(iteration, event, term.place)
         elif iteration.scaled.adds_a_constant or iteration.scaled.has_inputs:
             calls.seek_term()
+        elif calls.is_on and not adds_a_constant(loss.grad_fn):
+            calls.note_other()
 
     def _note_term(self, iteration: Iteration, event: Event, place: str) -> None:
         iteration.note(event)
@@ -259,6 +264,8 @@ class EagerObserver(StepSource):
         if id(optimizer) in iteration.new and optimizer.state:  # type: ignore[attr-defined]
             iteration.note(Event.RENEWED)
             self._note_loaded(iteration, optimizer)
+        if self._graphs is not None and self._graphs.ungraphed.is_sought:
+            self._graphs.ungraphed.begin_early(iteration.number)
         if iteration.is_sampled:
             if self._graphs is not None:
                 self._looks.after_step(optimizer, iteration.number)

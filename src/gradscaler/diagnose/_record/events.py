@@ -92,6 +92,8 @@ class Event(Enum):
     CONSTANT = "constant", "observer", "loss_graphs"  # its term depends on nothing that is trained
     # Its term is computed from integers or booleans that are made of what is trained: at that call.
     COUNTED = "counted", "observer", "loss_graphs"
+    # Its term is computed from what detach() cuts off: at that call.
+    DETACHED = "detached", "observer", "loss_graphs"
     # It reads the result of autograd.grad(), which has no graph: at that call.
     GRAPHLESS = "graphless", "observer", "loss_graphs"
     ACROSS = "across", "scaled_losses", "loss_graphs"  # log-probabilities over the batch

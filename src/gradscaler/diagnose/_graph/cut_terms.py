@@ -1,0 +1,99 @@
+"""Terms that are added to a loss, though ``detach()`` cuts them off from what the loss trains."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any, NamedTuple
+
+from gradscaler.diagnose._gradients.reading import Tensor
+from gradscaler.diagnose._graph.call_site import Node, called_from, stack_from
+from gradscaler.diagnose._graph.calls import Call
+from gradscaler.diagnose._graph.nodes import MOST_NODES, is_leaf, nodes_from
+from gradscaler.diagnose._graph.summands import adders_of
+from gradscaler.diagnose._operations.operation import Role
+from gradscaler.diagnose._operations.rows import names_with
+
+_ADDS, _STACKS = names_with(Role.ADDS), names_with(Role.STACKS)
+_MOST_CUTS = 20  # of one step; a rollout may have one for each action
+
+
+class _Cut(NamedTuple):
+    """A call of detach(): its place, the number of the node before it, and the leaves before it."""
+
+    place: str
+    number: int
+    leaves: frozenset[int]  # by id
+
+
+class CutTerms:
+    """Follows what is computed from a detached value, up to the graph that adds it as one number.
+
+    Left out is a value that the graph of a loss also reads otherwise, as a factor, a target or an
+    input: that is what detach() is for. So is one whose own gradient the loss adds (straight-
+    through), and what depends on nothing that the loss trains.
+
+    Attributes:
+        added: for each node that adds such a value, the cut.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[int, tuple[Any, _Cut]] = {}  # by ids; keeps no tensor alive
+        self._meant: set[_Cut] = set()
+        self._left = _MOST_CUTS
+        self.added: dict[Node, _Cut] = {}
+
+    def see(self, call: Call) -> None:
+        """Note a call that cuts a value off, computes with one, or adds one to a graph."""
+        if call.operation == "detach" and self._left and call.inputs[0].grad_fn is not None:
+            self._left -= 1
+            _, line = called_from(stack_from(call.frame)[0])
+            node = call.inputs[0].grad_fn
+            place = "detach()" + (f" at {line}" if line else "")
+            self._keep(call.outputs, _Cut(place, node._sequence_nr(), _leaves_of(node)))
+            return
+        read = [(each, cut) for each in call.inputs if (cut := self._cut_of(each)) is not None]
+        made = [each for each in call.outputs if each.grad_fn is not None]
+        if read and not made:
+            self._keep(call.outputs, read[0][1])
+        elif read:
+            is_sum = call.operation in _ADDS and all(each.numel() == 1 for each in made)
+            is_sum |= call.operation in _STACKS
+            if is_sum and all(each.numel() == 1 for each, _ in read):
+                self.added |= {each.grad_fn: read[0][1] for each in made}
+            else:
+                self._meant.update(cut for _, cut in read)
+
+    def _keep(self, tensors: Iterable[Tensor], cut: _Cut) -> None:
+        self._values |= {id(each): (weakref.ref(each), cut) for each in tensors}
+
+    def _cut_of(self, tensor: Tensor) -> _Cut | None:
+        alive, cut = self._values.get(id(tensor), (None, None))
+        return cut if alive is not None and alive() is tensor else None
+
+    def found_in(self, loss: Tensor) -> str | None:
+        """The cut of a value that a loss adds, as ``"detach() at train.py:7"``; None without one."""
+        adders = list(adders_of(loss.grad_fn))
+        added = [self.added[node] for node in adders if node in self.added]
+        if not added:
+            return None
+        below = (each for node in adders for each, _ in node.next_functions if each is not None)
+        numbers = {each._sequence_nr() for each in below}
+        leaves = _leaves_of(loss.grad_fn)
+        return next(
+            (
+                cut.place
+                for cut in added
+                if cut not in self._meant
+                and cut.number not in numbers
+                and not leaves.isdisjoint(cut.leaves)
+            ),
+            None,
+        )
+
+
+def _leaves_of(node: Node) -> frozenset[int]:
+    """The ids of the leaves that a node depends on."""
+    nodes = islice(nodes_from([node]), MOST_NODES)
+    return frozenset(id(each.variable) for each in nodes if is_leaf(each))
