@@ -102,6 +102,34 @@ def unused(evidence: Evidence) -> Finding | None:
     )
 
 
+_AT_START = {  # why statistics are those of their start, and what to do
+    "momentum": (
+        "momentum=0 keeps the running statistics of {layers} where they began, at 0 and 1, by "
+        "which the model normalizes in evaluation mode, though batches passed it in training mode",
+        "Leave momentum out, which is 0.1 then: in PyTorch it is the share of the new batch, so "
+        "that 0.99 of Keras is 0.01 here; and None is the mean of all batches.",
+    ),
+    "copy": (
+        "In evaluation mode, a second {model} normalizes in {layers} by the statistics of its "
+        "start (0 and 1), though its weights are trained: a copy or an average of the parameters "
+        "alone lacks the buffers",
+        "Copy buffers(), too, where the parameters are copied, as AveragedModel does, or call "
+        "update_bn() before the second model is evaluated.",
+    ),
+}
+
+
+@detector(Phase.MISUSE)
+def at_start(evidence: Evidence) -> Finding | None:
+    """Normalizations in evaluation mode whose statistics no batch has moved."""
+    if not (place := evidence.events.place(Event.AT_START)):
+        return None
+    kind, model, count, name = place.split(" ", 3)
+    layers = f"{count} layers ({name} first)" if int(count) > 1 else name
+    why, action = _AT_START[kind]
+    return Finding("misuse", f"{why.format(layers=layers, model=model)}.", action, name)
+
+
 @detector(Phase.MISUSE)
 def disabled(evidence: Evidence) -> Finding | None:
     """A scaler that is disabled in float16."""

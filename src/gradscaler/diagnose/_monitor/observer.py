@@ -20,7 +20,12 @@ from gradscaler.diagnose._graph.lines import Line
 from gradscaler.diagnose._graph.summands import adds_a_constant
 from gradscaler.diagnose._graph.watch import GraphWatch
 from gradscaler.diagnose._locate.locate import is_locating
-from gradscaler.diagnose._monitor import loaders, new_optimizers, unfit_states
+from gradscaler.diagnose._monitor import (
+    loaders,
+    new_optimizers,
+    start_statistics,
+    unfit_states,
+)
 from gradscaler.diagnose._monitor.backward_graph import CutOff, listen
 from gradscaler.diagnose._monitor.by_identity import ByIdentity
 from gradscaler.diagnose._monitor.engine_scaler import EngineScaler
@@ -404,6 +409,9 @@ class EagerObserver(StepSource):
         if self._is_in_step:
             self._iterations.note_call(Event.RAISED)
         self.read()
+        with suppress(Exception):
+            if self._graphs is not None and (what := start_statistics.left_in(self.model)):
+                self.log.note_at_start(what)
         finish()
 
     def _endings(self) -> list[Callable[[], None]]:

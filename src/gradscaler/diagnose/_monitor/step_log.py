@@ -255,8 +255,15 @@ class StepLog:
 
     def note_nan_left(self, name: str) -> None:
         """Note a variable of the script's that is NaN in the end."""
+        self._note_last(Counted(Event.NAN_LEFT, name))
+
+    def note_at_start(self, what: str) -> None:
+        """Note what normalizes by the statistics of its start in the end."""
+        self._note_last(Counted(Event.AT_START, what))
+
+    def _note_last(self, event: Counted) -> None:
         if self.num_steps:
-            self._keep(Watched(self.counts.step, calls=texts_of([Counted(Event.NAN_LEFT, name)])))
+            self._keep(Watched(self.counts.step, calls=texts_of([event])))
 
     def note_stayed(self, name: str, count: int) -> None:
         """Note backward passes without a step, before which a gradient held an Inf or NaN.

@@ -115,6 +115,9 @@ class Event(Enum):
     # At the end: what the script's evaluation left as NaN, at its name.
     NAN_LEFT = "nan_left", "step_log", "__init__"
 
+    # Likewise: layers that normalize by the statistics of their start, as "copy Net 3 bn1".
+    AT_START = "at_start", "step_log", "calls"
+
     # Before the first step.
     UNFIT = "unfit", "observer", "calls"  # load_state_dict(strict=False) that loaded nothing
     RESUMED = (
