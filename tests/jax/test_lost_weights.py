@@ -12,6 +12,8 @@ import pytest
 import gradscaler
 from gradscaler._run_script.voice import voice
 from gradscaler.diagnose import read_run
+from gradscaler.diagnose._locate.jaxpr import evaluate
+from gradscaler.diagnose._seams.jax import JaxSeam
 
 STEPS = 12
 INPUTS = jnp.linspace(-1.0, 1.0, 32).reshape(8, 4)
@@ -470,3 +472,21 @@ def test_weights_that_a_scan_moves_raise_no_alarm(tmp_path):
         for _ in range(STEPS):
             (loop.params, loop.state), _ = epoch(loop.params, loop.state)
     assert watch.verdict.kind == "normal"
+
+
+@pytest.mark.parametrize("has_callback", [False, True])
+def test_a_step_that_is_run_again_for_its_gradients_is_one_program(has_callback):
+    """One for each primitive takes ten times the time to compile."""
+
+    def gradients(params, x):
+        if has_callback:
+            jax.debug.callback(lambda: None)
+        return list(jax.grad(loss_of)(params, x).values())
+
+    params = Loop(optax.sgd(0.1)).params
+    with mock.patch.object(JaxSeam, "run", autospec=True, side_effect=JaxSeam.run) as by_primitive:
+        found, depend = evaluate(gradients, params, INPUTS)
+    assert by_primitive.called == has_callback
+    assert depend
+    for one, other in zip(found, gradients(params, INPUTS), strict=True):
+        assert jnp.allclose(one, other)

@@ -10,7 +10,7 @@ from typing import Any
 from gradscaler.diagnose._locate.leaf_names import arguments_of, opaque_in
 from gradscaler.diagnose._operations.rows import canonical
 from gradscaler.diagnose._record.located import Located
-from gradscaler.diagnose._seams.jax import JaxSeam
+from gradscaler.diagnose._seams.jax import CALLBACKS, JaxSeam
 from gradscaler.diagnose._seams.judge import Owned
 
 Array = Any
@@ -77,7 +77,9 @@ def locate_jax(fn: Callable[..., object], *args: object) -> Located | None:
 
 
 def evaluate(fn: Callable[..., Sequence[Array]], *args: object) -> tuple[list[Array], bool]:
-    """Run a function primitive by primitive, which calls nothing of the user's in Python.
+    """Run a function as one program, which calls nothing of the user's in Python.
+
+    One with such a call is run primitive by primitive, each of which XLA compiles by itself.
 
     Returns:
         Its results, and whether one of them may depend on an array among the arguments.
@@ -88,8 +90,12 @@ def evaluate(fn: Callable[..., Sequence[Array]], *args: object) -> tuple[list[Ar
     for equation in closed.jaxpr.eqns:
         if any(id(each) in depend for each in equation.invars):
             depend.update(map(id, equation.outvars))
-    names = {str(at): array for at, array in given.items()}
-    return JaxSeam().run(closed, names), any(id(each) in depend for each in closed.jaxpr.outvars)
+    is_dependent = any(id(each) in depend for each in closed.jaxpr.outvars)
+    if any(name in str(closed) for name in CALLBACKS):
+        names = {str(at): array for at, array in given.items()}
+        return JaxSeam().run(closed, names), is_dependent
+    program = import_module("jax").jit(import_module("jax.extend.core").jaxpr_as_fun(closed))
+    return program(*given.values()), is_dependent
 
 
 def _by_arrays(

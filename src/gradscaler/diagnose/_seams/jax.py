@@ -26,7 +26,7 @@ Jaxpr = Any
 Equation = Any
 
 # They call code of the user's in Python, which has done its work when the step ran.
-_CALLBACKS = ("debug_callback", "debug_print", "io_callback")
+CALLBACKS = ("debug_callback", "debug_print", "io_callback")
 _EXPONENTIALS = names_with(Role.EXPONENTIATES)
 _COMBINING = ("chain", "named_chain", "masked", "partition")  # rules of optax that call others
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2")
@@ -183,7 +183,7 @@ class JaxSeam(JudgedSeam):
                 params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params
             )
             return self._run(held, inputs, place)
-        if name in _CALLBACKS:
+        if name in CALLBACKS:
             if equation.outvars:
                 raise ValueError(f"what {name} returns is unknown, as it is not called again")
             return []
