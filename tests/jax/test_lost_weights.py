@@ -1,5 +1,6 @@
 """Loops of JAX that lose their new weights under ``gradscaler run``, and healthy ones."""
 
+import io
 from dataclasses import dataclass
 from unittest import mock
 
@@ -155,6 +156,54 @@ def test_gradients_of_exactly_0_are_told(tmp_path, loss, is_compiled, told):
             loop.params, loop.state, _ = step(loop.params, loop.state, INPUTS)
     assert watch.verdict.kind == "misuse"
     assert told in watch.verdict.text
+
+
+def log_of_targets(params, x):
+    return jnp.mean(jnp.log(0.0 * x.sum(1))) + 0.0 * jnp.round(params["w"]).sum()
+
+
+def log_of_outputs(params, x):
+    return jnp.mean(jnp.log(jax.nn.relu(x @ params["w"] - 1e9))) + params["w"].sum()
+
+
+@pytest.mark.parametrize("has_number", [True, False])  # the first loss may be a number of a state
+@pytest.mark.parametrize("loss", [log_of_targets, log_of_outputs])
+def test_a_bad_loss_of_the_targets_alone_is_told_as_that(tmp_path, monkeypatch, loss, has_number):
+    def step(params, x):
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        return optax.apply_updates(params, jax.tree.map(lambda g: -0.1 * g, gradients)), value
+
+    told = io.StringIO()
+    monkeypatch.setattr("gradscaler._run_script.voice._STDERR", told)
+    params = {"w": jnp.ones(4)} | ({"b": jnp.zeros(())} if has_number else {})
+    with gradscaler.watch(tmp_path) as watch:
+        compiled = jax.jit(step)
+        for _ in range(60):
+            params, _ = compiled(params, INPUTS)
+    text, is_apart = watch.verdict.text, loss is log_of_targets
+    assert (
+        "and it does not depend on the weights, whose gradients are exactly 0" in text
+    ) == is_apart
+    assert ("Look at whether the loss uses what the model returns" in text) == is_apart
+    assert ("clamp" in text) == (not is_apart)
+    assert "log at " in text
+    said = " ".join(told.getvalue().split())
+    assert "of 60 steps, all gradients" not in said
+    assert has_number or said.count("The loss is -inf in each step") == 2  # also at the end
+
+
+def test_gradients_of_exactly_0_are_told_beside_a_callback(tmp_path):
+    """A callback of the user's is not called again to see them."""
+    called = []
+
+    def loss(params, x):
+        jax.debug.callback(lambda: called.append(1))
+        return targets_alone(params, x)
+
+    with gradscaler.watch(tmp_path) as watch:
+        trained_until(optax.sgd(0.1), 60, take=loss)
+    assert APART in watch.verdict.text
+    assert len(called) == 60
 
 
 def trained_until(by, steps, noise=0.1, take=loss_of):

@@ -252,6 +252,8 @@ class FunctionLoops:
         others = [made[at] for path, at in places.others if path not in states]
         named = [leaves[at][1] for at in places.losses]
         loss = _loss_in(named, others, nonfinite, watched.of is watched.function)
+        if nonfinite and not bad and is_there and not is_left_out:
+            loop.unmoved = self._unmoved_by_loss(watched, again, args) or loop.unmoved
         if nonfinite and not bad and _has_scaler(given) and self._is_of_scale(watched, again, args):
             is_left_out, loss = True, None
         loop.is_unchanged = bool(nonfinite) and is_same
@@ -359,6 +361,15 @@ class FunctionLoops:
         elif watched.gradients in ("apart", "zero") and not loop.unmoved:
             loop.unmoved = watched.gradients
             loop.num_unmoved = count if count == enough else 1
+
+    def _unmoved_by_loss(self, watched: _Watched, step: Function, args: Any) -> str:
+        """``"apart"`` if a loss that alone is Inf or NaN depends on no weight, else nothing.
+
+        The first of such steps is run again.
+        """
+        if watched.is_apart is None:
+            watched.is_apart = self._gradients_in(watched, step, args) == "apart"
+        return "apart" * watched.is_apart
 
     def _gradients_in(self, watched: _Watched, step: Function, args: Any) -> str:
         """The gradients of a step that is run again.
@@ -657,6 +668,7 @@ class _Watched:
         accumulates: whether it is given a state in which optax adds up gradients.
         num_looks: how many more such calls may be run again.
         gradients: those of such a call, as `_gradients_in` tells them.
+        is_apart: whether its loss depends on no weight; None if that was not looked at.
         is_leaf: what tells the leaves of its latest arguments; None if JAX does.
         is_given_spent: whether an earlier call had used up one of these, which was donated.
         places: where numbers are in its arguments and results, by the structure of these.
@@ -674,6 +686,7 @@ class _Watched:
         self.has_moved = self.leaves_out = False
         self.num_searches = MOST_IN_VAIN
         self.has_stepped, self.still_since, self.gradients = False, 0, ""
+        self.is_apart: bool | None = None
         self.accumulates = False
         self.num_looks = 2  # one before a call has stepped, and one after
         self.is_leaf: Callable[[object], bool] | None = None

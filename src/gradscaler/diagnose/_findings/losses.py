@@ -11,7 +11,7 @@ from gradscaler.diagnose._findings.advice import at_line, of_operation, seen_in
 from gradscaler.diagnose._findings.case import Case, now_and_then
 from gradscaler.diagnose._findings.detector import Phase, detector
 from gradscaler.diagnose._findings.evidence import Evidence
-from gradscaler.diagnose._findings.optimizers import growth_of_rate
+from gradscaler.diagnose._findings.optimizers import FROM_TARGETS, growth_of_rate
 from gradscaler.diagnose._findings.over_time import are_many, place_of, when
 from gradscaler.diagnose._record.events import Event
 from gradscaler.diagnose._record.finding import Finding
@@ -51,13 +51,17 @@ def silent(evidence: Evidence) -> Finding | None:
     so = "no step is skipped for it" if evidence.is_elsewhere else "the steps are applied"
     if evidence.events.count(Event.UNCHANGED) >= count:
         so = "these steps left the weights as they were"
+    if is_apart := evidence.events.place(Event.UNMOVED) == "apart":
+        so = "it does not depend on the weights, whose gradients are exactly 0"
     how_often = "each step" if count == evidence.steps else f"{count} of {evidence.steps} steps"
     if count < evidence.steps:
         how_often += when(steps, evidence)
     located = evidence.watched
     at = seen_in(located)
     advice = of_operation(located) if isinstance(located, Made) else None
-    if advice is not None:
+    if is_apart:
+        action = FROM_TARGETS.removesuffix(".")
+    elif advice is not None:
         action = advice
     elif isinstance(located, Given):
         action = "look for NaN or Inf in the batch, and in targets and terms of the loss"

@@ -319,6 +319,10 @@ def stopped(evidence: Evidence) -> Finding | None:
     )
 
 
+FROM_TARGETS = (
+    "Look at whether the loss uses what the model returns, or the targets alone, and for "
+    "detach(), argmax, rounding or a comparison on the way."
+)
 _UNMOVED = {  # where the new weights get lost, and what to do
     "returned": (
         "the weights that the step returns are those that it was given, though it takes their "
@@ -347,13 +351,12 @@ _UNMOVED = {  # where the new weights get lost, and what to do
     "zero": (
         "all gradients of the weights are exactly 0",
         "Look for what has no slope between the weights and the loss: units that are all off, a "
-        "saturated function, a clamp, a mask of 0; or for a loss that is computed from other "
-        "weights, or from the targets alone.",
+        "saturated function, a softmax of one number, a clamp, a mask of 0; or for a loss that is "
+        "computed from other weights, or from the targets alone.",
     ),
     "apart": (
         "all gradients are exactly 0, as the loss does not depend on the weights",
-        "Look at whether the loss uses what the model returns, or the targets alone, and for "
-        "detach(), argmax, rounding or a comparison on the way.",
+        FROM_TARGETS,
     ),
 }
 
@@ -368,6 +371,8 @@ def unmoved(evidence: Evidence) -> Finding | None:
         return None
     if where == "zero" and evidence.past and evidence.past[-1].loss == 0:
         return None  # it may have nothing left to improve
+    if where == "apart" and evidence.bad_and_applied >= HALF * count:
+        return None  # `silent` says it of these losses
     why, action = _UNMOVED[where]
     return Finding(
         "misuse",

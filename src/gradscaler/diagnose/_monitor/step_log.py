@@ -355,7 +355,8 @@ class StepLog:
         if self._filter.is_due(self.counts.step):
             findings = self._look(is_last=False)
             self._filter.has_looked()
-            self.teller.say(findings, self.counts.step)
+            new = [each for each in findings if not self.teller.says(each)]
+            self.teller.say(new, self.counts.step)
 
     def _look(self, is_last: bool) -> list[Finding]:
         """The findings to warn of; writes which parameter or optimizer state is not finite."""
