@@ -52,7 +52,7 @@ def loop(scale, optimizer=None, num_steps=30):
 def test_a_loop_that_trains_has_a_verdict_of_its_steps(said):
     text = said(lambda: loop(1.0))
     assert "after 30 steps: None of 30 steps had a gradient of NaN or Inf." in text
-    assert "Nothing needs fixing in numbers and calls: the loss went from" in text
+    assert "Nothing wrong was seen in numbers and calls: the loss went from" in text
 
 
 def test_a_loop_of_inputs_that_are_not_scaled_is_told_by_its_losses(said):

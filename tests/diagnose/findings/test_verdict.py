@@ -405,7 +405,7 @@ def test_without_too_many_skips_it_says_how_many_there_were(steps, skipped, word
     [
         (1, "Too short to judge: 1 steps, no gradient read."),
         (50, "Too short to judge: 50 steps, no gradient read."),
-        (51, "No gradients were read; skips and losses show nothing that needs fixing."),
+        (51, "No gradients were read; skips and losses show nothing wrong."),
     ],
 )
 def test_a_run_of_which_no_gradient_was_read_is_not_told_that_it_is_fine(steps, words):
@@ -418,7 +418,7 @@ def test_without_a_scaler_the_losses_are_told_though_no_gradient_was_read():
     past = tuple(Step(n, 1.0, skipped=False, loss=1 / n) for n in range(1, 9))
     found = judge(Evidence(8, 0, first=past[0], past=past, has_scaler=False))
     assert found.findings[0].action == (
-        "Nothing needs fixing in numbers and calls: the loss went from 1 to 0.125, and what it "
+        "Nothing wrong was seen in numbers and calls: the loss went from 1 to 0.125, and what it "
         "means was not judged."
     )
 

@@ -164,7 +164,7 @@ def test_a_step_that_zeroes_its_gradients_counts(passes_before):
                 closure()
             optimizer.step(closure)
     assert len(monitor.history) == 30
-    assert "Nothing needs fixing" in monitor.verdict.text
+    assert "Nothing wrong was seen" in monitor.verdict.text
 
 
 def test_an_optimizer_that_steps_another_counts_once():

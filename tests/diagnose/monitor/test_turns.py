@@ -132,7 +132,7 @@ def test_optimizers_of_phases_and_a_pause_may_step_without_gradients():
 @pytest.mark.parametrize(
     ("rate", "factor", "said"),
     [
-        (0.1, 1.0, "Nothing needs fixing in numbers and calls: the loss went from "),
+        (0.1, 1.0, "Nothing wrong was seen in numbers and calls: the loss went from "),
         (1e-9, 1.0, " hardly move at a learning rate of 1e-09: their norm has changed by "),
         (0.001, 0.9, ", at a learning rate of 0.0009 to "),
     ],

@@ -109,7 +109,7 @@ def test_a_script_that_ends_at_a_nan_loss_is_told_its_operation(ended, way, step
 def test_a_script_that_ends_at_another_nan_is_told_how_to_find_the_operation(ended):
     status, printed, said, file = ended["looks elsewhere"]
     assert (status, printed) == (1, "")
-    assert "Nothing needs fixing" not in said
+    assert "Nothing wrong was seen" not in said
     found = "If it found a NaN, the same command with --watch 30 names the operation."
     assert f"ended after step 29. {found}" in words(said)
     assert f"  file:   {file}\n" in said

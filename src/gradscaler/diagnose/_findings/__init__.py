@@ -223,7 +223,7 @@ def _nothing(evidence: Evidence) -> str:
         if evidence.steps <= SHORT:
             return f"Too short to judge: {evidence.steps} steps, no gradient read."
         seen = "skips and losses" if evidence.has_scaler else "losses"
-        return f"No gradients were read; {seen} show nothing that needs fixing."
+        return f"No gradients were read; {seen} show nothing wrong."
     return _with_missing(learned, evidence) if evidence.missing else learned
 
 

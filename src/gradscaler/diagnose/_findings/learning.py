@@ -45,8 +45,8 @@ from gradscaler.diagnose._record.thresholds import (
     VANISHED_BEHIND,
 )
 
-# A promise of what was looked at: a loss may fall that asks for something else than is meant.
-FINE, MEANING = "Nothing needs fixing in numbers and calls", ", and what it means was not judged"
+# No promise beyond what was looked at: a loss may fall that asks for something else than is meant.
+FINE, MEANING = "Nothing wrong was seen in numbers and calls", ", and what it means was not judged"
 _A_BOUND = "a lower bound, look for a term with the wrong sign"
 
 
