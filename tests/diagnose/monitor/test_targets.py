@@ -50,7 +50,7 @@ def test_a_regression_that_learns_the_mean_of_its_targets_alone_is_told(loss_of)
     text = trained(loss_of, width=2)
     assert OF_MEAN in text
     assert "look for inputs with exchanged axes" in text
-    assert "Nothing needs fixing" not in text
+    assert "Nothing wrong was seen" not in text
 
 
 @pytest.mark.parametrize("rate", [0.002, 0.01, 0.05])

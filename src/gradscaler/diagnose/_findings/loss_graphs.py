@@ -204,9 +204,9 @@ detached = _at_a_place(
     "misuse",
     "A term of the loss gives no gradient: {place} cuts it off from weights that the loss trains, "
     "so they do not learn from it, whatever its value.",
-    "If they should, leave out that detach(): a network on the way, such as a critic, does not move, "
-    "as another optimizer holds it, and zeroes its gradients before its own backward pass. If not, "
-    "leave the term out.",
+    "If they should, leave out that detach(): a network on the way, such as a critic, does not "
+    "move, as another optimizer holds it, and zeroes its gradients before its own backward pass. "
+    "If not, leave the term out.",
     is_certain=False,
 )
 counted = _at_a_place(

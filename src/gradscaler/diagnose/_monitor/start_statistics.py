@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gradscaler.diagnose._graph.places import in_memory
@@ -37,7 +37,7 @@ def left_in(model: Any) -> str:
 
 def _norms_in(model: Any) -> Mapping[str, Any]:
     """The modules that keep running statistics and a count of the batches in them, by name."""
-    named = getattr(model, "named_modules", tuple)()
+    named: Iterable[tuple[str, Any]] = getattr(model, "named_modules", tuple)()
     return {
         name: each
         for name, each in named
