@@ -63,7 +63,7 @@ class Event(Enum):
     STOPPED = "stopped", "step_log", "optimizers"
     # A step left its weights as they were, which each one does: at "returned", "given", "dropped",
     # "copied", "zero" or "apart".
-    UNMOVED = "unmoved", "recorded_loop", "optimizers"
+    UNMOVED = "unmoved", "recorded_loop", "losses optimizers"
     # It did since another one, as "16 some" of one whose gradients are not all 0.
     STOOD = "stood", "recorded_loop", "optimizers"
     # Its gradient is that of all results of a function together, as "value_and_grad()" takes it.
