@@ -40,6 +40,7 @@ LOG = Located(None, "forward", "", "float32", 1, 0, 8, 1.0, 255.0, operation="lo
 
 LOADED = {"events": Events().after({"loaded": 1, "loaded a.py:7": 1})}
 MARGIN = {"events": Events().after({"margin": 2, "margin relu": 2})}
+ADDED_UP = {"added_up": 2, "added_up 16": 2}
 CALLS = "step", "backward", "clip", "eval", "schedule", "optimizer"
 LINES = Optimizers(lines={call: f"{call}.py:7" for call in CALLS})
 
@@ -410,6 +411,15 @@ def begun(first, then, steps=24):
     return steps_with([chance * loss for loss in losses], sample=sampled(chance=chance))
 
 
+def peaked(peak, end, added=0, first=1.0):
+    """A cross entropy of ten classes, in guesses, that rises at once and comes back."""
+    chance = math.log(10)
+    losses = [first, *[peak] * 9, *[0.5 * peak] * 20, *[end] * 30]
+    events = Events().after({"added_up": added, "added_up 16": added})
+    guesses = [chance * loss for loss in losses]
+    return steps_with(guesses, sample=sampled(chance=chance), events=events)
+
+
 def of_learning():
     told, meaning = steps_with, with_targets
 
@@ -593,6 +603,16 @@ def of_learning():
                 *(meaning(1.055), meaning(0.945), meaning(1.05, 0.85), meaning(1.0, steps=99)),
                 *(meaning(1.0, samples=4), meaning(1.0, variance=None)),
             ],
+        ),
+        (
+            "(step 2) on the way. If it should have fallen further",
+            [peaked(3.3, 0.9), peaked(3.3, 0.51), peaked(3.4, 0.9, first=0.6)],
+            [peaked(3.1, 0.9), peaked(3.3, 0.49), peaked(2.5, 0.9, first=0.6)],
+        ),
+        (
+            "Each step adds up the gradients of 16 backward passes: divide each loss by 16",
+            [peaked(3.3, 0.9, 2), peaked(3.3, 6.0, 2), of_event(**ADDED_UP)],
+            [peaked(3.3, 0.9, 1), peaked(3.3, 0.1, 2)],
         ),
         (
             "its targets are some",

@@ -66,6 +66,12 @@ def test_a_loss_that_stays_down_needs_nothing(then):
     assert "Nothing wrong was seen in numbers and calls: the loss went from 2 to" in said
 
 
+def test_of_a_loss_whose_latest_is_a_high_one_the_mean_is_told():
+    text = told([1.8, *[4.0] * 9, *[1.0] * 109, 2.0])
+    assert "Nothing needs fixing" in text
+    assert "the loss went from 1.8 to 2, its mean from 3.78 to 1.05" in text
+
+
 def test_a_short_run_is_not_praised_for_a_loss_that_rises():
     rises = [0.66 + 0.003 * n + 0.05 * (n % 2) for n in range(24)]
     end = "Nothing else was judged: the loss went from 0.66 to 0.779, in 24 steps, too few to say"

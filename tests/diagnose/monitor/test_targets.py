@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, huber_loss, mse_loss, nll_loss
 
 from gradscaler.diagnose import FindingWarning, Monitor, read_run
+from gradscaler.torch import GradScaler
 
 pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
 ROWS, STEPS = 64, 120
@@ -223,6 +224,56 @@ def test_masks_of_one_class_are_not_told():
         return cross_entropy(out.T[None], labels[None])
 
     assert SORTED_TOLD not in classified(batch_of(SORTED, 8), loss_of=loss_of)
+
+
+def passes_of(loss_of, passes=4, before=lambda optimizer: None, path=None, scaler=None):
+    """What samples count of steps that add up the gradients of some backward passes."""
+    model = nn.Linear(4, CLASSES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    labels = torch.arange(20) % CLASSES
+    with Monitor(scaler, model, path=path):
+        for _ in range(6):
+            optimizer.zero_grad()
+            for each in range(passes):
+                before(optimizer)
+                loss = loss_of(model(torch.randn(20, 4)), labels, each)
+                (loss if scaler is None else scaler.scale(loss)).backward()
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+            if scaler is not None:
+                scaler.update()
+    counts = [each.calls for each in read_run(path).samples if each.norm is not None]
+    return [{name for name in calls if name.startswith("added_up ")} for calls in counts]
+
+
+@pytest.mark.parametrize("passes", [4, 16])
+@pytest.mark.parametrize("has_scaler", [False, True])
+def test_losses_of_micro_batches_that_are_not_divided_are_counted(passes, has_scaler, tmp_path):
+    scaler = GradScaler("cpu", init_scale=8.0) if has_scaler else None
+    path = tmp_path / "run.jsonl"
+    found = passes_of(lambda out, y, _: cross_entropy(out, y), passes, path=path, scaler=scaler)
+    assert found == [{f"added_up {passes}"}] * 2
+
+
+def by_turns(out, labels, number):
+    return cross_entropy(out, labels) if number % 2 else out.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "more"),
+    [
+        (lambda out, y, _: cross_entropy(out, y) / 4, {}),
+        (lambda out, y, _: 0.25 * cross_entropy(out, y), {}),
+        (lambda out, y, _: cross_entropy(out, y), {"passes": 3}),
+        (lambda out, y, _: cross_entropy(out, y), {"before": lambda own: own.zero_grad()}),
+        (
+            lambda out, y, _: cross_entropy(out, y),
+            {"before": lambda own: own.zero_grad(set_to_none=False)},
+        ),
+        (by_turns, {}),
+    ],
+)
+def test_other_backward_passes_of_a_step_are_not_counted(loss_of, more, tmp_path):
+    assert passes_of(loss_of, path=tmp_path / "run.jsonl", **more) == [set()] * 2
 
 
 HIGH = "that of a guess among"

@@ -17,6 +17,7 @@ from gradscaler.diagnose._record.thresholds import (
     EARLY,
     EXPLODED,
     FAR_ABOVE_CHANCE,
+    FAR_PEAK,
     FAR_TARGETS,
     FELL,
     FELL_FAR,
@@ -67,7 +68,7 @@ def whether_it_learns(evidence: Evidence) -> str:
         if evidence.steps < EARLY and 0 < losses[-1] < EXPLODED * abs(first):
             return f"{judged}, and {evidence.steps} steps are too few to say more."
         should = "fallen, lower the learning rate" if losses[-1] > 0 else _A_BOUND
-        return f"{judged}. If it should have {should}."
+        return f"{judged}. If it should have {should}.{_added_up(evidence)}"
     return _since_it_fell(evidence, went)
 
 
@@ -122,7 +123,8 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
     may_stand = has_fallen and not evidence.way.is_smooth
     stands = _stands(losses, has_margin) if may_stand or has_margin else ""
     rise = _rose_again(losses, usual) or stands
-    rise = rise or (_climbed(losses, evidence) if is_whole else "")
+    if is_whole:
+        rise = rise or _climbed(losses, evidence) or _peaked(losses, evidence)
     if so := f"; {rise}" if rise else _of_outputs(evidence, values):
         return f"{judged}{so}"
     is_short = evidence.steps < (FEW_CALLS if values[-1] == first else LONG)
@@ -133,7 +135,9 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
         unless = f"{_listed(frozen)} should be trained, {_FROZEN}" if frozen else ""
         if not unless and evidence.events.count(Event.UNHELD) >= FEW_SAMPLES:
             unless = f"{evidence.events.place(Event.UNHELD)} should be trained, which {_UNHELD}"
-        if not is_short and values[-1] > usual:  # the latest loss alone is a high one
+        if not is_short and values[-1] > min(
+            usual, first or usual
+        ):  # the latest loss alone is a high one
             went += f", its mean from {usual:g} to {fmean(values[-LATE:]):g}"
         return f"{FINE}{unless and f', unless {unless}'}: {went}{MEANING}."
     if frozen:
@@ -150,7 +154,18 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
     mean = f", its mean from {usual:g} to {fmean(values[-LATE:]):g}" if seems_to else ""
     return (
         f"{judged}{mean}{rate}. If it should have fallen, look at the learning rate, clipping, "
-        "inputs and targets."
+        f"inputs and targets.{_added_up(evidence)}"
+    )
+
+
+def _added_up(evidence: Evidence) -> str:
+    """A sentence on losses of micro-batches that are not divided; empty if there are none."""
+    if evidence.events.count(Event.ADDED_UP) < FEW_SAMPLES:
+        return ""
+    passes = evidence.events.place(Event.ADDED_UP)
+    return (
+        f" Each step adds up the gradients of {passes} backward passes: divide each loss by "
+        f"{passes}, if their mean is meant."
     )
 
 
@@ -224,6 +239,23 @@ def _climbed(losses: Sequence[tuple[int, float]], evidence: Evidence) -> str:
     return (
         f"{rose}. If weights were loaded, load the states of their optimizer and its schedule, "
         "too; else warm the learning rate up, unless what the loss asks for changes there."
+    )
+
+
+def _peaked(losses: Sequence[tuple[int, float]], evidence: Evidence) -> str:
+    """A clause on a cross entropy that rose far above a guess, and came back to it; else empty.
+
+    The first batch's own loss is no low one, if it is that of a guess.
+    """
+    values = [loss for _, loss in losses]
+    begin = max(values[0], (evidence.sample and evidence.sample.chance) or math.inf)
+    is_far = fmean(values[:EARLY]) > FAR_PEAK * begin
+    if not is_far or fmean(values[-LATE:]) < FELL_FAR * begin:
+        return ""
+    step, most = max(losses, key=lambda each: each[1])
+    return (
+        f"it rose to {most:g} (step {step}) on the way. If it should have fallen further, lower "
+        f"the learning rate or warm it up.{_added_up(evidence)}"
     )
 
 

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from gradscaler.diagnose._gradients.arrays import alone, dtype_name
@@ -34,6 +35,7 @@ from gradscaler.diagnose._record.lines import Targets
 from gradscaler.diagnose._record.thresholds import (
     BELOW_0,
     LEAST_OWN_SCALE,
+    LEAST_PASSES,
     MANY_IN_A_ROW,
     SAME_DIFFERENCE,
 )
@@ -47,6 +49,7 @@ _OF_INF = {
     "rsqrt": ("result", 0.0),
     "reciprocal": ("result", 0.0),
 }
+_DIVIDES = "div", "mul"  # a loss of a micro-batch, by or with a number
 _FLATTEN = "sigmoid", "tanh"  # whose slope is at most 1 where they are steepest, and else near 0
 _OF_LOGITS = names_with(Role.TAKES_LOGITS)
 _NORMALISE = names_with(Role.MAKES_PROBABILITIES)
@@ -72,10 +75,12 @@ class ScaledLosses:
     is_at_floor: bool = False  # whether a loss is a constant, as what it floors is below it
     chance: float | None = None  # the loss of a guess, if the latest loss is a cross entropy
     targets: Targets | None = None  # what the latest loss compares
+    kinds: list[str] = field(default_factory=list)  # of losses whose gradients add up; "" of others
     classes: list[tuple[int, ...]] = field(default_factory=list)  # of the labels of each loss
 
     def add(self, loss: Tensor, line_of: Callable[[Tensor, Node], Line]) -> None:
         """Add a loss that is scaled, before its backward pass; waits for the device."""
+        adds_up = not self.kinds or any(largest(p.grad) for p in self._with_gradients())
         self.is_whole &= self._add_nodes(loss, line_of)
         if loss.grad_fn is None:
             return
@@ -88,6 +93,9 @@ class ScaledLosses:
         name = "" if root is None else differentiated(root.name())
         self.chance = None if root is None or _is_sum(root, reader) else _chance(root, name)
         compares, _ = _at_root(loss.grad_fn, _ELEMENTWISE)
+        is_divided = differentiated(loss.grad_fn.name()) in _DIVIDES
+        is_alike = adds_up and not is_divided and compares is not None
+        self.kinds.append(differentiated(compares.name()) if is_alike else "")
         self.targets = None if compares is None else targets_of(compares)
         if root is not None and is_margin(root):
             self._note(Event.MARGIN, root, Line())
@@ -118,6 +126,10 @@ class ScaledLosses:
             gives = "0" if differentiated(off.name()) == "relu" else "its limit"
             rest = f" gives {gives} for all {math.prod(shape_of(off))} inputs"
             self._note(Event.OFF, off, line_of(loss, off), rest)
+
+    def _with_gradients(self) -> list[Tensor]:
+        """The first parameter that losses before have reached, if it has a gradient."""
+        return [p for p in islice(self.reached.values(), 1) if p.grad is not None]
 
     def note_scale(self, loss: Tensor) -> None:
         """Note a loss scale of the script's own."""
@@ -214,6 +226,8 @@ class ScaledLosses:
             yield Counted(Event.NEGATIVE)
         if self.by_hand:
             yield Counted(Event.BY_HAND)
+        if len(self.kinds) >= LEAST_PASSES and len({*self.kinds}) == 1 and self.kinds[0]:
+            yield from (Counted(Event.ADDED_UP), Counted(Event.ADDED_UP, str(len(self.kinds))))
         if self.is_at_floor:
             yield Counted(Event.FLOORED)
         for scale in self.by_hand:

@@ -77,6 +77,8 @@ class Event(Enum):
 
     # Losses, at samples; at an operation and its line, or at parameters, too.
     NEGATIVE = "negative", "scaled_losses", "loss_graphs"  # never so for targets as they should be
+    # Losses of one kind, none of which is divided, whose gradients a step adds up: at their number.
+    ADDED_UP = "added_up", "scaled_losses", "learning"
     # Multiplied by a power of 2 from 256 on: at that, too.
     BY_HAND = "by_hand", "scaled_losses", "calls evidence learning"
     # A float16 divisor was Inf.

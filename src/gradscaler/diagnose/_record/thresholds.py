@@ -105,6 +105,10 @@ FAR_TARGETS = 100.0
 FAR_ABOVE_CHANCE = 3.0
 # Times the first loss, on average in the first steps: a single batch's loss is rarely that low.
 PEAKED = 1.5
+# Likewise, times a cross entropy that began as a guess; if it ends below half of that, it learned.
+FAR_PEAK = 3.0
+# Backward passes of losses of one kind before a step. A critic has two, of the real and the fake.
+LEAST_PASSES = 4
 # The distances of the usual loss from a number of one digit, and of a loss from the usual one, at
 # which embeddings that are all one point are told: their triplet loss is 0.5001 to 0.5015.
 AT_MARGIN, NEAR_MARGIN = 5e-3, 2e-2
