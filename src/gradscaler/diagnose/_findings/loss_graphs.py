@@ -176,8 +176,7 @@ paired = _at_a_place(
     "The loss multiplies or divides the number of each row by those of all rows, not by its own: "
     "{place}, by broadcasting.",
     "Unless all pairs are meant, give both factors one shape: squeeze(-1) the one of shape [n, 1], "
-    "or unsqueeze(-1) the other. Else each row counts as all others do, and advantages or weights "
-    "of a batch are lost in their mean.",
+    "or unsqueeze(-1) the other. Else only the mean of one factor counts.",
 )
 graphless = _at_a_place(
     Phase.LOSS,
@@ -203,10 +202,9 @@ detached = _at_a_place(
     Event.DETACHED,
     "misuse",
     "A term of the loss gives no gradient: {place} cuts it off from weights that the loss trains, "
-    "so they do not learn from it, whatever its value.",
-    "If they should, leave out that detach(): a network on the way, such as a critic, does not "
-    "move, as another optimizer holds it, and zeroes its gradients before its own backward pass. "
-    "If not, leave the term out.",
+    "so they do not learn from it.",
+    "If they should, leave out that detach(): a critic on the way does not move, as another "
+    "optimizer holds it and zeroes its gradients first. If not, leave the term out.",
     is_certain=False,
 )
 counted = _at_a_place(

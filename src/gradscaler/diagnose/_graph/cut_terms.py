@@ -73,7 +73,7 @@ class CutTerms:
         return cut if alive is not None and alive() is tensor else None
 
     def found_in(self, loss: Tensor) -> str | None:
-        """The cut of a value that a loss adds, as ``"detach() at train.py:7"``; None without."""
+        """The cut of a value that a loss adds, as ``"detach() at train.py:7"``, or None."""
         adders = list(adders_of(loss.grad_fn))
         added = [self.added[node] for node in adders if node in self.added]
         if not added:
