@@ -8,6 +8,7 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache, partial, wraps
 from inspect import currentframe
 from typing import Any
@@ -79,6 +80,7 @@ class Session(Runs, backward_calls.BackwardListener):
         super().__init__("torch", options)
         # Optimizers made since the latest run began, and what each was made with.
         self._new = ByIdentity[list[ref[torch.Tensor]]]()
+        self._in_first: Search | None = None  # sees the operations before the first run
         self._model: Any = None  # of the latest run
         self._known: set[int] = set()  # ids of its parameters
         self._hooks = StepHooks(self)  # if a step is to be watched
@@ -130,6 +132,7 @@ class Session(Runs, backward_calls.BackwardListener):
         """Begin no more, as an error has ended those that were open."""
         super().break_off(reason)
         self._new.clear()
+        self._end_watch_of_first()
         backward_calls.ignore(self)
         self._lines.stop()
 
@@ -152,6 +155,22 @@ class Session(Runs, backward_calls.BackwardListener):
             self._lines.start()
             backward_calls.listen(self)
         self._new[optimizer] = [ref(p) for p in held_by(optimizer)]
+        if self._options.watch == 1 and not self.open:
+            self._watch_first()
+
+    def _watch_first(self) -> None:
+        """See operations from here on, as the first run begins after its first forward pass."""
+        self._end_watch_of_first()
+        optimizers = list(self._new)
+        model = models_of(optimizers, [_alive(self._new.get(each, [])) for each in optimizers])
+        self._in_first = Search(one_model(model))
+        with suppress(RuntimeError):  # in a compiled function
+            self._in_first.start()
+
+    def _end_watch_of_first(self) -> None:
+        search, self._in_first = self._in_first, None
+        if search is not None:
+            search.stop()
 
     def _see_schedule(self, schedule: LRScheduler) -> None:
         if self._is_watching:
@@ -228,7 +247,8 @@ class Session(Runs, backward_calls.BackwardListener):
     def _open(self, key: object, scaler: Any, *_: Any) -> None:
         self._find_model(scaler)
         model, is_watched = one_model(self._model), self._options.watch is not None
-        super()._open(key, scaler, model, Search(model) if is_watched else None)
+        search, self._in_first = self._in_first, None
+        super()._open(key, scaler, model, search or (Search(model) if is_watched else None))
         self._running = RunningNans()
         self.open[key].at_samples(self._running.look)
         if is_watched:  # after the hooks of the monitor, which count the steps
@@ -266,6 +286,7 @@ class Session(Runs, backward_calls.BackwardListener):
             return
         if not self._options.is_notebook:  # its variables may be those of earlier cells
             attempt(self._see_left_out)
+        attempt(self._end_watch_of_first)
         attempt(self._see_variables)
         super().end()
         if self._has_given_up:

@@ -86,6 +86,7 @@ class WatchedRun:
             return
         try:
             is_begun = options.watch == framework.first_watched == 1
+            is_begun &= getattr(search, "is_on", True)
             self._watch = StepWatch(options.watch, self._monitor, search, is_begun=is_begun)
         except BaseException:  # nobody would close it
             self._close()

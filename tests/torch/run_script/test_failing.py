@@ -228,6 +228,53 @@ def test_what_a_watched_step_shows_is_what_the_verdict_says(tmp_path, text, make
     assert "--watch" not in verdict
 
 
+FIRST = """
+import torch
+model = torch.nn.Linear(4, 1)
+degrees = torch.arange(8.0)[:, None]
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+kinds = torch.ones(8, 4)
+kinds[0] = 0
+for step in range(3):
+    optimizer.zero_grad()
+    model(kinds / degrees).square().mean().backward()
+    optimizer.step()
+    degrees = torch.ones(8, 1)
+"""
+
+
+def test_a_watch_of_the_first_step_is_proposed_and_names_what_made_a_batch(tmp_path):
+    (tmp_path / "script.py").write_text(FIRST)
+    first, again = (
+        words(programs.run(*RUN, *watch, "script.py", cwd=tmp_path).stderr)
+        for watch in ([], ["--watch", "1"])
+    )
+    assert "the same command with --watch 1 names what made it" in first
+    assert "div at script.py" not in first
+    assert "step watched: forward of a function (float32), div at script.py:10: 4 nan" in again
+    assert "by div at script.py:10" in again.rpartition("gradscaler: ")[2]
+    assert "0 / 0 is NaN" in again
+
+
+def test_a_watch_of_the_first_step_of_two_optimizers_changes_no_number(tmp_path):
+    text = """
+import torch
+torch.manual_seed(0)
+models = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)]
+optimizers = [torch.optim.Adam(each.parameters()) for each in models]
+for step in range(3):
+    loss = models[1](models[0](torch.randn(8, 4))).square().mean()
+    for each in optimizers: each.zero_grad()
+    loss.backward()
+    for each in optimizers: each.step()
+    print(loss.item())
+"""
+    (tmp_path / "script.py").write_text(text)
+    watched = programs.run(*RUN, "--watch", "1", "script.py", cwd=tmp_path)
+    assert words(watched.stderr).startswith("gradscaler: step watched: no operation made")
+    assert watched.stdout == programs.run("script.py", cwd=tmp_path).stdout
+
+
 FROM_NUMPY = """
 import sys
 import numpy as np

@@ -29,7 +29,7 @@ class Framework(NamedTuple):
 
 
 _FRAMEWORKS = {
-    "torch": Framework(finder="locate()", is_recorded=False, has_watch=True),
+    "torch": Framework(finder="locate()", is_recorded=False, has_watch=True, first_watched=1),
     "tensorplay": Framework(finder="locate()", is_recorded=False, has_watch=True, first_watched=1),
     "paddle": Framework(finder="locate()", is_recorded=False, has_watch=True, first_watched=1),
     "jax": Framework(finder="locate_jax()", has_replay=True, has_watch=True, first_watched=1),

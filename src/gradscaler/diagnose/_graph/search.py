@@ -49,6 +49,11 @@ class Search(module_calls.CallListener):
         self._in_backward: list[Located] = []
 
     @property
+    def is_on(self) -> bool:
+        """Whether calls are seen."""
+        return self._calls.is_on
+
+    @property
     def located(self) -> Located | None:
         """The first Inf or NaN that reached a result, or else the gradient of a leaf; or None."""
         return next(iter([*self._in_forward, *self._in_backward]), None)
