@@ -863,6 +863,50 @@ def test_the_exponential_that_made_numbers_large_is_told():
     )
 
 
+def of_densities(t):
+    return (-60 * (t.outputs().float() * 0 + 1)).exp()  # finite
+
+
+UNDERFLOWS = {
+    "prod": lambda t: (of_densities(t) * 0.5).prod(1),  # prod
+    "all": lambda t: (of_densities(t) * 0.5).prod(),  # all
+    "cumprod": lambda t: of_densities(t).cumprod(1)[:, 3],  # cumprod
+    "mixture": lambda t: (0.25 * of_densities(t).prod(1, keepdim=True).view(-1, 1)).sum(
+        1
+    ),  # mixture
+    "exponential": lambda t: (t.outputs().float() * 0 - 200).exp().mean(1),  # exponential
+}
+NO_UNDERFLOWS = {
+    "data": lambda t: t.outputs().float().exp().prod(1) * 0,
+    "a factor of 0": lambda t: (t.outputs().float().exp() * torch.tensor([0.0, 1, 1, 1])).prod(1),
+    "a mask": lambda t: t.outputs().float().masked_fill(t.inputs < 99, -torch.inf).exp().sum(1),
+    "relu": lambda t: (t.outputs().float() * 0 - 1).relu().sum(1),
+}
+
+
+def text_of_log(of):
+    """What is told of the logarithm of what a function computes."""
+    training = Training()
+    with Monitor(model=training.model, tell=lambda text: None) as monitor:
+        training.train(lambda t: -of(t).log().mean(), 2)
+    return monitor.verdict.text
+
+
+@pytest.mark.parametrize("name", UNDERFLOWS)
+def test_a_product_or_exponential_that_underflows_before_a_logarithm_is_named(name):
+    text, operation = text_of_log(UNDERFLOWS[name]), "exp" if name == "exponential" else "prod"
+    line = line_with(name)
+    assert f"Numbers that are not 0 underflow to 0 in {operation} at {line}" in text
+    assert "logsumexp" in text
+
+
+@pytest.mark.parametrize("name", NO_UNDERFLOWS)
+def test_a_logarithm_of_what_is_0_without_an_underflow_is_told_as_before(name):
+    text = text_of_log(NO_UNDERFLOWS[name])
+    assert "underflow" not in text
+    assert "logarithm is 0: clamp" in text
+
+
 @pytest.mark.parametrize("factor", [1024.0, 1.0, 100.0])
 def test_a_loss_that_the_script_scales_itself_is_not_called_unscaled(factor):
     training = Training(torch.float16)

@@ -47,6 +47,11 @@ _OF_OWN_FUNCTION = (
     "look in its own backward() for a division by 0 (a norm of 0), 0 * Inf, and what overflows"
 )
 
+_UNDERFLOWS = (
+    "numbers that are not 0 underflow to 0 in {}, which a clamp does not cure: compute their "
+    "logarithms, and add those up in place of it (logsumexp over the terms of a mixture)"
+)
+
 
 def at_any_scale(action: str, evidence: Evidence) -> str:
     """A sentence that says what to try, and that no loss scale replaces it, if there is one."""
@@ -73,6 +78,8 @@ def of_operation(located: Located) -> str | None:
     seen = Seen.at(located)
     if located.enlarged_by is not None and seen.has_inf:
         return _ENLARGED.format(located.enlarged_by)
+    if located.zeroed_by is not None and seen.is_inf_alone:
+        return _UNDERFLOWS.format(located.zeroed_by)
     return _repair(located, seen) or _of_nan(located) or _in_float32(seen)
 
 

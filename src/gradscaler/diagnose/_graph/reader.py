@@ -30,6 +30,7 @@ from gradscaler.diagnose._graph.places import Places
 from gradscaler.diagnose._graph.site import Site, exponent_in, located_at
 from gradscaler.diagnose._graph.slopes import bad_in, is_steep
 from gradscaler.diagnose._graph.summands import summand_of
+from gradscaler.diagnose._graph.underflows import underflow_before
 from gradscaler.diagnose._graph.values import Values
 from gradscaler.diagnose._operations.operation import Role
 from gradscaler.diagnose._operations.rows import names_with
@@ -88,6 +89,8 @@ class GraphReader:
         before = _exponential_before(origin.node, values)
         if before is not None:
             known["enlarged_by"] = self._operation_at_line(before)
+        if (before := underflow_before(origin.node, values)) is not None:
+            known["zeroed_by"] = self._operation_at_line(before)
         return located_at(site, "forward", made, largest, **known)
 
     def given(self, node: Node, tensor: Tensor) -> Located:

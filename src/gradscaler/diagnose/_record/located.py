@@ -55,6 +55,8 @@ class Located:
             such as ``"matmul 3.1e+03 → mul 4.2e+04 → pow Inf"``; None if none is.
         enlarged_by: the exponential before it that made its inputs so large, such as ``"exp at
             train.py:12"``; None if there was none, or it is not known.
+        zeroed_by: the product or exponential before a logarithm that underflows to the 0 that it
+            takes, such as ``"prod at train.py:7"``; None if there is none, or it is unknown.
         function: in JAX, the name of the function that was run, such as ``"loss_fn"``; else None.
         is_auxiliary: whether it reaches, in JAX, only what a loss function returns beside the loss.
         is_number: whether it is in a number of Python, or a number or an array of NumPy, that the
@@ -82,6 +84,7 @@ class Located:
     way: str | None = None
     rows: str | None = None
     enlarged_by: str | None = None
+    zeroed_by: str | None = None
     function: str | None = None
     is_auxiliary: bool = False
     is_number: bool = False
@@ -145,6 +148,8 @@ class Located:
             yield self.way
         if self.enlarged_by is not None:
             yield f"enlarged by {self.enlarged_by}"
+        if self.zeroed_by is not None:
+            yield f"0 by an underflow in {self.zeroed_by}"
         of_loss = self.summand and f"summand {self.summand} of the loss"
         of_update = self.optimizer and f"the update of {self.optimizer}"
         for each in filter(None, (of_loss, self.rows, of_update)):
