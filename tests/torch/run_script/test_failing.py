@@ -275,6 +275,39 @@ for step in range(3):
     assert watched.stdout == programs.run("script.py", cwd=tmp_path).stdout
 
 
+WRITES = """
+import torch
+model = torch.nn.Linear(4, 1).half()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+def ascend():
+    with torch.no_grad():
+        norm = model.weight.grad.norm()
+        model.weight.add_(0.05 * model.weight.grad / (norm + 1e-12))
+for step in range(1, 8):
+    x = torch.rand(8, 4).half()
+    for is_first in (True, False):
+        (model(x) + (3 if step != 5 else -100)).relu().square().mean().backward()
+        if is_first:
+            ascend()
+            optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_watch_names_what_wrote_a_nan_into_a_parameter(tmp_path):
+    (tmp_path / "script.py").write_text(WRITES)
+    first, again = (
+        words(programs.run(*RUN, *watch, "script.py", cwd=tmp_path).stderr)
+        for watch in ([], ["--watch", "5"])
+    )
+    assert "the same command with --watch 5 names what made it" in first
+    told = again.partition("is itself Inf or NaN")[2]
+    assert "div at script.py:8 wrote it. 0 / 0 is NaN" in told
+    assert "in float16 an eps/min below 3e-8 is 0" in told
+    assert "find what wrote it" not in told
+
+
 FROM_NUMPY = """
 import sys
 import numpy as np

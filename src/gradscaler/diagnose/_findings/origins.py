@@ -27,6 +27,7 @@ from gradscaler.diagnose._record.located import (
     Located,
     Made,
     MadeOutside,
+    is_exact,
 )
 from gradscaler.diagnose._record.thresholds import EXPLODED, LARGE_FROM_THE_START
 
@@ -114,6 +115,7 @@ def parameter(case: Case) -> Finding | None:
     if name is None:
         return None
     why = since = ""
+    wrote, line = evidence.watched, None
     if case.lost_eps is not None:
         why, action = of_eps(case.lost_eps)
     elif name.endswith(STATISTICS):
@@ -128,6 +130,10 @@ def parameter(case: Case) -> Finding | None:
     elif bad is not None and bad.is_from_start:
         since = ", and was before the first step"
         action = "Repair it in the checkpoint that was loaded, or in what initializes it."
+    elif isinstance(wrote, MadeOutside) and wrote.parameter is None and is_exact(wrote):
+        why = f": {wrote.operation} at {wrote.line} wrote it"
+        action = f"{at_any_scale(of_forward(wrote), evidence)} Go back to a checkpoint."
+        line = wrote.line
     else:
         action = at_any_scale(
             "go back to a checkpoint, and find what wrote it: " + _what_wrote(evidence),
@@ -135,7 +141,7 @@ def parameter(case: Case) -> Finding | None:
         )
     so = case.with_numbers(case.outcome.of_parameter)
     cause = f"{whose} {name} is itself Inf or NaN{since}, {so}{why}."
-    return Finding("parameter", cause, action, name)
+    return Finding("parameter", cause, action, name, line)
 
 
 def _what_wrote(evidence: Evidence) -> str:
