@@ -68,7 +68,9 @@ def test_the_batch_of_a_nan_is_named_with_the_weights_and_no_operation(printed):
     ends = [each for each in said if each.startswith("after 2 epochs of fit: ")]
     healthy, plain, scaled = [end.partition(": ")[2] for end in ends]
     nan = "The loss is nan at batch 3 of epoch 1, the first that is not finite; "
-    assert re.fullmatch(r"the losses are finite, and went from \S+ to \S+\.", healthy)
+    assert re.fullmatch(
+        r"the losses are finite, and the mean of an epoch went from \S+ to \S+\.", healthy
+    )
     assert re.fullmatch(rf"{nan}\S*kernel was not finite at the end of the epoch\.", plain)
     assert scaled.startswith(f"{nan}all weights were finite at the end of the epoch.")
     assert [each for each in said if "steps were skipped" in each and "with a loss of nan" in each]

@@ -162,6 +162,51 @@ def test_a_last_layer_whose_relu_gives_nothing_but_0_is_named(said, activation, 
     assert ("No weight has changed" in text) is is_dead
 
 
+ONE_OUTPUT = "The softmax of last is taken over one output, so it is 1 whatever the weights are"
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, *args, **kwargs):
+        return super().train_step(*args, **kwargs)
+
+
+@pytest.mark.filterwarnings("ignore:.*softmax over axis")  # Keras 3 warns of it, too
+@pytest.mark.parametrize(
+    "case", ["activation", "layer", "two outputs", "over the row", "sigmoid", "own step"]
+)
+def test_a_last_softmax_over_one_output_is_named(said, case):
+    one = [layers.Dense(1, activation="softmax", name="last")]
+    ends = {
+        "layer": [layers.Dense(1), layers.Softmax(name="last")],
+        "two outputs": [layers.Dense(2, activation="softmax", name="last")],
+        "over the row": [layers.Reshape((4, 1)), layers.Softmax(axis=1, name="last")],
+        "sigmoid": [layers.Dense(1, activation="sigmoid", name="last")],
+    }
+
+    def train():
+        kind = OwnStep if case == "own step" else keras.Sequential
+        model = kind([keras.Input((4,)), layers.Dense(4), *ends.get(case, one)])
+        model.compile("adam", "mse")
+        targets = INPUTS[..., None] if case == "over the row" else TARGETS
+        model.fit(INPUTS, targets, batch_size=8, epochs=2, verbose=0, shuffle=False)
+
+    text = said(train)
+    assert text.count(ONE_OUTPUT) == 2 * (case in ("activation", "layer"))  # also at the end
+    assert ("No weight has changed" in text) == (case == "own step")
+
+
+def test_weights_that_stand_at_a_known_rate_do_not_blame_it(said):
+    def train():
+        cut = [layers.Dense(8), layers.Lambda(lambda x: 0.0 * x)]
+        model = keras.Sequential([keras.Input((4,)), *cut, layers.Lambda(lambda x: x[:, :1])])
+        model.compile("adam", "mse")
+        fit(model)
+
+    text = said(train)
+    assert "No weight has changed at a learning rate of 0.001: look at what keeps the loss" in text
+    assert "the mean of an epoch went from" in text
+
+
 def until(epochs):
     def rate(epoch, rate):
         return 0.01 if epoch < epochs else 0.0

@@ -140,6 +140,29 @@ def of_logits(model: Model) -> str:
     )
 
 
+def of_one_output(model: Model) -> str:
+    """What says that a model's last softmax is over one output; empty if it is not.
+
+    A step of the user's may use what is before it.
+    """
+    layer = _last_layer(model)
+    if layer is None or is_of_user(type(model).train_step):
+        return ""
+    is_last_axis = getattr(layer, "axis", -1) == -1
+    if _activation_of(layer) != "softmax" or is_of_user(layer.call) or not is_last_axis:
+        return ""
+    size = getattr(layer, "units", 0)
+    with suppress(Exception):  # it was not called yet, or in several places
+        size = layer.output.shape[-1]
+    if size != 1 or is_of_user(getattr(layer, "activation", layer.call)):
+        return ""
+    return (
+        f"The softmax of {layer.name} is taken over one output, so it is 1 whatever the weights "
+        "are, and passes no gradient: use a sigmoid (and binary_crossentropy), or one output for "
+        "each class."
+    )
+
+
 def ends_in_relu(model: Model) -> bool:
     """Whether a ReLU makes the only output of a model."""
     layer = _last_layer(model)

@@ -17,12 +17,16 @@ class FitRates:
     """Since which step the learning rate of an optimizer is 0.
 
     A schedule may end at 0, so a rate counts only if it was 0 before a step, too.
+
+    Attributes:
+        latest: the latest rate; None if it is not known.
     """
 
     def __init__(self) -> None:
         self._first = 0  # the first of the latest steps that were taken at a rate of 0
         self._where = self._setter = ""
         self._was_0 = False
+        self.latest: float | None = None
 
     def begin(self, optimizer: Optimizer) -> None:
         """See the rate before an epoch, or before a call of ``train_on_batch``."""
@@ -32,7 +36,8 @@ class FitRates:
         self, optimizer: Optimizer, callbacks: Sequence[Any], first: int, where: str = ""
     ) -> None:
         """See it after that, by the number of its first step, and by the words for it."""
-        if not (self._was_0 and _rate_of(optimizer) == 0):
+        self.latest = _rate_of(optimizer)
+        if not (self._was_0 and self.latest == 0):
             self._first = 0
         elif not self._first:
             self._first, self._where = first, where

@@ -66,8 +66,11 @@ class FitWeights:
         """Whether no trainable weight has changed."""
         return bool(self._stood) and not self._moved
 
-    def still(self, num_steps: int) -> str:
-        """What says that trainable weights have not changed; empty if all have."""
+    def still(self, num_steps: int, rate: float | None) -> str:
+        """What says that trainable weights have not changed; empty if all have.
+
+        The learning rate is None if it is not known.
+        """
         stood = self._stood & self._trainable
         if num_steps < FEW_CALLS or not stood:
             return ""
@@ -77,6 +80,11 @@ class FitWeights:
                 f"{_listed(late)} became trainable after compile(), and did not change since: "
                 "call compile() again after trainable is changed, as the step was made without "
                 "them."
+            )
+        if self.have_stood and rate:
+            return (
+                f"No weight has changed at a learning rate of {rate:g}: look at what keeps the "
+                "loss from the weights."
             )
         if self.have_stood:
             return (

@@ -17,7 +17,14 @@ import numpy as np
 from gradscaler._run_script.files import RunFiles
 from gradscaler._run_script.fit_data import FirstBatch
 from gradscaler._run_script.fit_gradients import FitGradients, may_keep_gradients
-from gradscaler._run_script.fit_losses import broadcast, dead_output, of_labels, of_logits, swapped
+from gradscaler._run_script.fit_losses import (
+    broadcast,
+    dead_output,
+    of_labels,
+    of_logits,
+    of_one_output,
+    swapped,
+)
 from gradscaler._run_script.fit_rates import FitRates
 from gradscaler._run_script.fit_weights import FitWeights, of_narrow_weights
 from gradscaler._run_script.options import MOST_RUNS, STOPPED
@@ -249,6 +256,7 @@ class Losses:
         self._is_earlier = False  # whether the first came after a later one, which was told
         self._begun: tuple[int, float] | None = None  # the first batch of epoch 1, and its loss
         self._latest: float | None = None  # the mean loss of the latest epoch
+        self._first_mean: float | None = None  # that of the first epoch
         self.gradients: FitGradients | None = None  # which a step of the model's own may keep
         self.batch, self._states, self._rates = FirstBatch(), FitWeights(), FitRates()
         self.users: Sequence[Any] = ()  # the callbacks of the user's
@@ -256,6 +264,7 @@ class Losses:
             ""  # mistakes in the loss that compile() was given
         )
         self._dead = ""  # that the last layer gives nothing but 0
+        self._of_one = ""  # or nothing but 1
 
     def callback(self) -> Any:
         """A callback that looks at the loss after each batch, which is on the host then."""
@@ -303,6 +312,8 @@ class Losses:
                 losses._num_steps += self.steps
                 if logs and "loss" in logs:
                     losses._latest = float(np.mean(logs["loss"]))
+                    if losses._num_epochs == 1:
+                        losses._first_mean = losses._latest
                 losses._look_at(self.model, "at the end of the epoch")
                 losses._see_weights(self.model)
                 losses._see_shapes(self.model)
@@ -314,8 +325,9 @@ class Losses:
         if not self._num_steps:
             self._swapped = swapped(model)
             self._of_logits = of_logits(model)
-            if self._of_logits:
-                voice.tell(self._of_logits)
+            self._of_one = of_one_output(model)
+            for each in filter(None, [self._of_one, self._of_logits]):
+                voice.tell(each)
         if params:
             self._see_weights(model)
 
@@ -417,7 +429,9 @@ class Losses:
         """A clause on how the losses went, which Keras may not have told."""
         if self._begun is None or self._latest is None:
             return ""
-        return f", and went from {self._begun[1]:g} to {self._latest:g}"
+        if self._num_epochs < 2 or self._first_mean is None:
+            return f", and went from {self._begun[1]:g} to {self._latest:g}"
+        return f", and the mean of an epoch went from {self._first_mean:g} to {self._latest:g}"
 
     def _said_of_finite(self, found: Finding | None) -> str:
         """What else is to be said where all losses are finite; empty if nothing is."""
@@ -425,8 +439,9 @@ class Losses:
             return " ".join(filter(None, [self._states.bad, self.batch.text]))
         hint = self._if_not_fallen
         causes = [found.text if found else "", self._of_logits, self._broadcast]
-        rates, states = self._rates.still(self._num_steps), self._states.still(self._num_steps)
-        causes += [rates or (states and self._dead) or states]
+        rates = self._rates.still(self._num_steps)
+        states = self._states.still(self._num_steps, self._rates.latest)
+        causes += [self._of_one or rates or (states and self._dead) or states]
         causes += [self._swapped] if hint else []
         return " ".join(filter(None, causes)) or hint
 
