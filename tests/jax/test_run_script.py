@@ -1,5 +1,6 @@
 """Loops of JAX under ``gradscaler run``: nothing changes, and a failure has its cause."""
 
+import threading
 from pathlib import Path
 
 import flax.training.dynamic_scale
@@ -15,6 +16,7 @@ from gradscaler.diagnose import read_run
 from gradscaler.jax import GradScaler
 from gradscaler.jax import flax as ours_for_flax
 from gradscaler.jax import jmp as ours_for_jmp
+from tests.support import threads as trainings
 from tests.support.marked_lines import lines_marked_in
 from tests.support.scripts import fixtures_of, lines_of
 
@@ -256,3 +258,43 @@ def test_squares_of_gradients_that_leave_float32_are_those_of_the_optimizer(
     assert "The optimizer's state state[0].nu['w'] is Inf, though the loss is finite" in said
     assert "their squares leave float32" in said
     assert (f"so large after exp at {marked('ENLARGES')}" in said) == is_exponential
+
+
+def train_in_jax():
+    @jax.jit
+    def step(weights, batch):
+        loss, gradients = jax.value_and_grad(lambda w: jnp.log(jnp.sum((batch @ w) ** 2)))(weights)
+        return weights - 0.01 * gradients, loss
+
+    weights = jnp.ones(3)
+    for _ in range(30):
+        weights, _ = step(weights, jnp.ones((2, 3)))
+
+
+def test_trainings_in_threads_end_the_watch(tmp_path):
+    trainings.check_that_the_watch_ends(train_in_jax, tmp_path)
+
+
+def test_threads_that_train_nothing_or_in_turn_do_not_end_the_watch(tmp_path):
+    evaluate = jax.jit(lambda: jnp.sum(jnp.ones(3)))
+    trainings.check_that_others_do_not_end_it(train_in_jax, evaluate, tmp_path)
+
+
+def test_a_step_counts_while_another_thread_runs_an_evaluation(tmp_path):
+    """Of two functions that run at once, neither is within the other."""
+    is_begun, may_end = threading.Event(), threading.Event()
+
+    def wait(number):
+        is_begun.set()
+        may_end.wait(60)
+        return number
+
+    with gradscaler.watch(tmp_path) as watch:
+        evaluate = jax.jit(lambda x: jax.pure_callback(wait, x, x))
+        aside = threading.Thread(target=lambda: evaluate(jnp.ones(3)).block_until_ready())
+        aside.start()
+        is_begun.wait(60)
+        train_in_jax()
+        may_end.set()
+        aside.join()
+    assert watch.verdict.text.startswith("None of 30 steps")

@@ -10,6 +10,7 @@ import pytest
 
 import gradscaler
 from gradscaler._run_script import voice
+from tests.support import threads
 
 if keras.backend.backend() != "torch":
     pytest.skip("of PyTorch", allow_module_level=True)
@@ -93,3 +94,7 @@ def test_a_watch_keeps_no_optimizer_alive(said):
 
     assert "after 2 steps" in said(train)
     assert alive[1] is None
+
+
+def test_trainings_in_threads_end_the_watch(tmp_path):
+    threads.check_that_the_watch_ends(lambda: loop(1.0), tmp_path)

@@ -13,6 +13,7 @@ from gradscaler._run_script.runs import Runs
 from gradscaler._run_script.undo import replace
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.stand_ins import in_place_of
+from gradscaler.diagnose._graph.threads import end_if_in_threads
 from gradscaler.diagnose._locate.locate import is_locating
 from gradscaler.diagnose._monitor.by_identity import ByIdentity
 from gradscaler.diagnose._monitor.parameters import eps_of
@@ -82,6 +83,7 @@ class KerasLoops:
         self._stepping += 1
         if self._stepping > 1 or self._runs.is_off or self._is_elsewhere(optimizer):
             return
+        end_if_in_threads(is_new=optimizer not in self._numbers)
         if not (key := self._numbers.get(optimizer, 0)):
             self._num_known += 1
             self._numbers[optimizer] = key = self._num_known

@@ -21,9 +21,10 @@ from gradscaler._run_script.step_watch import Search
 from gradscaler._run_script.undo import on_stop, replace
 from gradscaler.diagnose._gradients.arrays import dtype_name, sample_of, to_numpy
 from gradscaler.diagnose._gradients.reading import are_finite, inspect, largest
-from gradscaler.diagnose._graph.guard import guarded
+from gradscaler.diagnose._graph.guard import guard, guarded
 from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.stand_ins import in_place_of
+from gradscaler.diagnose._graph.threads import end_if_in_threads
 from gradscaler.diagnose._locate.locate import seam_named, seam_of
 from gradscaler.diagnose._monitor.early_losses import EarlyLosses
 from gradscaler.diagnose._monitor.models import one_model
@@ -77,8 +78,8 @@ class BackwardLoops:
         adapter = import_module(f"gradscaler.{self._name}")
         after_init(adapter.GradScaler, self._see_scaler)
         on_stop.callback(self._observed.remove)
-        on_stop.callback(self._end_first)
-        on_stop.callback(self._end_early)
+        on_stop.callback(self.break_off, "")
+        guard.add(self)
         backward, see = self._framework.Tensor.backward, guarded(self._see_loss)
 
         @in_place_of(backward)
@@ -113,6 +114,7 @@ class BackwardLoops:
         is_eager = getattr(self._framework, "in_dynamic_mode", lambda: True)()  # Paddle's has two
         if self._runs.is_off or not is_eager:
             return
+        end_if_in_threads(is_new=True, trains=False)  # else it ends the run of another one
         self._new.add(optimizer)
         if self._options.watch == 1 and not self._runs.open:
             self._watch_first()
@@ -129,6 +131,11 @@ class BackwardLoops:
         self._in_first = None if model is None else seam_of(model)
         if self._in_first is not None:
             self._in_first.start()
+
+    def break_off(self, _: str) -> None:
+        """See no more operations."""
+        self._end_first()
+        self._end_early()
 
     def _end_first(self) -> None:
         if self._in_first is not None:
@@ -167,6 +174,7 @@ class BackwardLoops:
 
     def _see_loss(self, loss: Tensor) -> None:
         if not self._runs.is_off:
+            end_if_in_threads(is_new=bool(self._new))
             self._loss = loss.detach()
             self._scaled.clear()
             self._kept.before_backward()

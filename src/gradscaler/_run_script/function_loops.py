@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial, update_wrapper
+from threading import local
 from types import MethodType
 from typing import Any, ClassVar
 from weakref import ref
@@ -27,6 +28,7 @@ from gradscaler.diagnose import Located
 from gradscaler.diagnose._graph.call_site import is_of_user
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.stand_ins import in_place_of
+from gradscaler.diagnose._graph.threads import end_if_in_threads
 from gradscaler.diagnose._locate.jaxpr import evaluate
 from gradscaler.diagnose._locate.leaf_names import names_in_states, opaque_in, parameters_of
 from gradscaler.diagnose._locate.locate import is_locating
@@ -64,13 +66,11 @@ class FunctionLoops:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options, self._runs = options, Runs("jax", options)
         self._jax: Any = sys.modules["jax"]
-        self._calling: list[_Watched] = []  # the functions that are running, the inner last
+        self._calls = _Calls()  # of the present thread
         self._num_steps: Counter[object] = Counter()  # by the key of a run
         self._loops: dict[object, Unscaled] = {}  # what a run was given as its scaler, by the same
         self._weights: dict[object, GivenWeights] = {}  # by the same
         self._training: dict[object, int] = {}  # how surely it trains, by the same
-        self._taken: list[Any] | None = None  # results with gradients, of a step that is run again
-        self._most_taken = math.inf  # of these, before it ends
         jit = self._jax.jit
         self._look = jit(partial(_look, _sum_of_squares))
         self._look_exactly, self._are_same = jit(partial(_look, _itself)), jit(_are_same)
@@ -98,9 +98,9 @@ class FunctionLoops:
         replace(optax, "apply_updates", seen)
 
     def _see_updated(self, *updated: Any) -> None:
-        for each in self._calling:
+        for each in self._calls.running:
             each.has_update = True
-        if self._calling or self._runs.is_off:
+        if self._calls.running or self._runs.is_off:
             return
         leaves = [*map(self._jax.tree_util.tree_leaves, updated)]
         for given in self._weights.values():
@@ -131,11 +131,11 @@ class FunctionLoops:
             return watched.function(*args, **kwargs)
         if watched.takes_gradient:
             self._see_gradient(watched, args)
-        if self._taken is not None:
-            return self._call_again(watched, args, kwargs, self._taken)
-        is_outer = not self._calling and self._is_given_values(watched, (args, kwargs))
+        if self._calls.taken is not None:
+            return self._call_again(watched, args, kwargs, self._calls.taken)
+        is_outer = not self._calls.running and self._is_given_values(watched, (args, kwargs))
         copies = self._before(watched, args, kwargs) if is_outer else None
-        self._calling.append(watched)
+        self._calls.running.append(watched)
         try:
             results = watched.function(*args, **kwargs)
         except Exception:
@@ -143,7 +143,7 @@ class FunctionLoops:
                 self._see_donated(watched)
             raise
         finally:
-            self._calling.pop()
+            self._calls.running.pop()
         if is_outer and watched.takes_gradient:
             self._after(watched, copies or (args, kwargs), results)
         return results
@@ -154,7 +154,7 @@ class FunctionLoops:
         if watched.argnums and not watched.by:
             found = (args[at] for at in watched.argnums if -len(args) <= at < len(args))
             watched.by |= {self._shapes(watched, each) for each in found}
-        for each in self._calling:
+        for each in self._calls.running:
             each.takes_gradient = True
             each.by |= watched.by
             each.has_update |= watched.has_update
@@ -163,15 +163,15 @@ class FunctionLoops:
         self, watched: _Watched, args: tuple[Any, ...], kwargs: dict[str, Any], taken: list[Any]
     ) -> Any:
         """Call a watched function in a step that is run again, and keep results with gradients."""
-        is_outer = not self._calling
-        self._calling.append(watched)
+        is_outer = not self._calls.running
+        self._calls.running.append(watched)
         try:
             results = watched.function(*args, **kwargs)
         finally:
-            self._calling.pop()
+            self._calls.running.pop()
         if is_outer and watched.takes_gradient:  # those within are traced for it alone
             taken.append(results)
-            if len(taken) >= self._most_taken:
+            if len(taken) >= self._calls.most_taken:
                 raise _EnoughError
         return results
 
@@ -211,6 +211,7 @@ class FunctionLoops:
     def _after(self, watched: _Watched, given: Any, results: Any) -> None:
         """Record a step, and look where its first Inf or NaN began."""
         self._num_steps[watched.key] += 1
+        end_if_in_threads(is_new=watched.key not in self._runs.open)
         if self._runs.is_off:
             return
         if watched.key not in self._runs.open:
@@ -557,25 +558,25 @@ class FunctionLoops:
 
     def _taken_in(self, step: Function, args: Any, most: float) -> list[Any]:
         """The first of the results with gradients in a step."""
-        taken = self._taken = list[Any]()
-        self._most_taken = most
+        taken = self._calls.taken = list[Any]()
+        self._calls.most_taken = most
         try:
             step(*args)
         except _EnoughError:
             pass
         finally:
-            self._taken, self._most_taken = None, math.inf
+            self._calls.taken, self._calls.most_taken = None, math.inf
         return taken
 
     def _with_gradients(self, step: Function) -> Function:
         """A step that returns, beside its results, those of each gradient that is taken in it."""
 
         def with_gradients(*args: Any) -> Any:
-            self._taken = []
+            self._calls.taken = []
             try:
-                return step(*args), self._taken
+                return step(*args), self._calls.taken
             finally:
-                self._taken = None
+                self._calls.taken = None
 
         return update_wrapper(with_gradients, step, updated=())
 
@@ -597,6 +598,21 @@ class FunctionLoops:
             return f"{known[at]}{tree.keystr(within)}" if is_known else f"result{tree.keystr(path)}"
 
         return {in_states.get(id(leaf)) or name(path): leaf for path, leaf in leaves}
+
+
+class _Calls(local):
+    """What a thread calls.
+
+    Attributes:
+        running: the functions that are running, the inner last.
+        taken: results with gradients, of a step that is run again; else None.
+        most_taken: how many of these there are before it ends.
+    """
+
+    def __init__(self) -> None:
+        self.running: list[_Watched] = []
+        self.taken: list[Any] | None = None
+        self.most_taken = math.inf
 
 
 @dataclass

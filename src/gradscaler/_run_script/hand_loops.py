@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
+from threading import get_ident
 from traceback import FrameSummary
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -17,11 +18,13 @@ from numpy.typing import NDArray
 from gradscaler._run_script.runs import Runs
 from gradscaler._run_script.step_shapes import EarlyStep, broadcast_in
 from gradscaler._run_script.tape_steps import (
+    Calls,
     Function,
     Loop,
     StepOperations,
     Tensor,
     Variable,
+    end_if_second_trains,
     optimizers_stepped,
     tensorflow,
 )
@@ -88,7 +91,7 @@ class HandLoops:
         self._early: dict[int, EarlyStep] = {}
         self._num_noted: dict[int, int] = {}
         self._functions = WeakKeyDictionary[Function, _Compiled]()
-        self._calling: _Compiled | None = None
+        self._calling = Calls[_Compiled]()
 
     def start(self) -> None:
         """Watch this process from now on."""
@@ -114,15 +117,16 @@ class HandLoops:
 
         @in_place_of(call)
         def seen(own: Function, *args: Any, **kwargs: Any) -> Any:
-            if self._calling is not None or is_looking():
+            inside = self._calling.own is not None or is_looking()
+            called = None if inside else before(own, args, kwargs)
+            if called is None:
                 return call(own, *args, **kwargs)
-            called = self._calling = before(own, args, kwargs)
+            self._calling[get_ident()] = called
             try:
                 results = call(own, *args, **kwargs)
             finally:
-                self._calling = None
-            if called is not None:
-                after(called, Call(own, args, kwargs, results))
+                del self._calling[get_ident()]
+            after(called, Call(own, args, kwargs, results))
             return results
 
         replace(function, "__call__", seen)
@@ -151,6 +155,7 @@ class HandLoops:
         """Record a step of a function that has changed the variables of its gradient."""
         if not called.variables or optimizers_stepped:
             return
+        end_if_second_trains(is_new=called.loop is None)
         if called.loop is None:
             if called.value is None:  # it was traced
                 called.first = call
@@ -198,11 +203,12 @@ class HandLoops:
         if not variables or not all(hasattr(each, "assign") for each in variables):
             return
         if not tensorflow().executing_eagerly():
-            if self._calling is not None and hasattr(target, "op"):
-                self._calling.variables = variables
-                self._calling.broadcast = self._calling.broadcast or broadcast_in(target)
+            if (called := self._calling.own) is not None and hasattr(target, "op"):
+                called.variables = variables
+                called.broadcast = called.broadcast or broadcast_in(target)
             return
         key = id(variables[0])
+        end_if_second_trains(is_new=key not in self._loops)
         names = _names_of(variables)
         gradients = dict(zip(names, tensorflow().nest.flatten(made), strict=True))
         if key in self._loops:

@@ -17,6 +17,7 @@ from gradscaler._run_script.undo import on_stop, replace
 from gradscaler._run_script.voice import attempt, voice
 from gradscaler._run_script.watched_run import WatchedRun
 from gradscaler.diagnose._findings.frameworks import framework_named
+from gradscaler.diagnose._graph import threads
 from gradscaler.diagnose._graph.guard import guard
 
 LOOP = 0  # the key of a loop without a scaler, where others are the ids of scalers
@@ -33,7 +34,7 @@ class Runs:
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         self._name, self._options, self._files = name, options, RunFiles(options)
         self._process, self._num_left = os.getpid(), MOST_RUNS
-        self._is_over = False
+        self._is_over = self._is_broken = False
         self.open: dict[object, WatchedRun] = {}
         self.before_end: Callable[[], object] = bool  # called before all end
         replace(guard, "say", voice.note)
@@ -41,8 +42,9 @@ class Runs:
         on_stop.callback(self.stop)
 
     def break_off(self, _: str) -> None:
-        """Begin no more, as an error has ended those that were open."""
-        self._num_left = 0
+        """Begin and see no more, as something has ended the watch of those that are open."""
+        self._num_left, self._is_broken = 0, True
+        self._options.is_watched = True  # and a word has said why it is no more
 
     def stop(self) -> None:
         """End all runs, and begin no more."""
@@ -50,9 +52,15 @@ class Runs:
         guard.remove(self)
         atexit.unregister(self.end)
         self._is_over = True
+        threads.forget()
 
     @property
     def is_off(self) -> bool:
+        """Whether no more steps are to be seen."""
+        return self._is_broken or self._has_no_word
+
+    @property
+    def _has_no_word(self) -> bool:
         """Whether this is a child that was forked, or the watch has stopped."""
         return self._is_over or os.getpid() != self._process
 
@@ -96,7 +104,7 @@ class Runs:
 
     def end(self) -> None:
         """Close all files, and print the verdicts."""
-        if not self.is_off:
+        if not self._has_no_word:
             attempt(self.before_end)
             self._end_open()
 

@@ -282,7 +282,7 @@ class Session(Runs, backward_calls.BackwardListener):
 
     def end(self) -> None:
         """Close all files, and print the verdicts."""
-        if self.is_off:
+        if self._has_no_word:
             return
         if not self._options.is_notebook:  # its variables may be those of earlier cells
             attempt(self._see_left_out)

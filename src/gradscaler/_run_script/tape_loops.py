@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from inspect import unwrap
+from threading import get_ident
 from traceback import walk_stack
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,6 +19,7 @@ from gradscaler._run_script.cut_gradients import cut_under_tape, told_of_none
 from gradscaler._run_script.runs import Runs
 from gradscaler._run_script.step_shapes import EarlyStep, broadcast_in, in_fit
 from gradscaler._run_script.tape_steps import (
+    Calls,
     Divided,
     Function,
     Loop,
@@ -25,8 +28,11 @@ from gradscaler._run_script.tape_steps import (
     StepOperations,
     Tensor,
     Variable,
+    end_if_second_trains,
+    num_replicas,
     optimizers_stepped,
     tensorflow,
+    thread_of_step,
 )
 from gradscaler._run_script.traced_calls import (
     Call,
@@ -42,6 +48,7 @@ from gradscaler.diagnose._graph.call_site import is_of_user
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.stand_ins import in_place_of
+from gradscaler.diagnose._graph.threads import end_if_in_threads
 from gradscaler.diagnose._monitor.parameters import eps_of
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled
 from gradscaler.diagnose._monitor.traced_scalers import number_of, state_of
@@ -72,10 +79,10 @@ class TapeLoops:
         self._loops: dict[int, Loop] = {}  # by the id of the optimizer
         self._is_new = False  # whether optimizers were made since the latest run began
         self._functions = WeakKeyDictionary[Function, Traced | None]()  # None: not the user's
-        self._calling: Traced | None = None  # the function that is called
+        self._calling = Calls[Traced]()
         self._latest: Call | None = None  # that took the gradient for a step outside of it
         self._losses: dict[int, Tensor] = {}  # by the id of the first variable
-        self._stepping = 0  # calls of steps that run
+        self._stepping = Counter[int]()  # calls of steps that run, by thread
         self._scaled: Callable[[], None] | None = None  # records a step that runs
         self._scaled_losses: dict[int, Any] = {}  # the latest, by the id of what scaled it
         self._undivided: dict[int, list[Any]] = {}  # its gradients, by the same
@@ -119,15 +126,16 @@ class TapeLoops:
 
         @in_place_of(call)
         def seen_call(own: Function, *args: Any, **kwargs: Any) -> Any:
-            if self._calling is not None or is_looking():
+            inside = self._calling.own is not None or is_looking()
+            called = None if inside else before(own, args, kwargs)
+            if called is None:
                 return call(own, *args, **kwargs)
-            self._calling = before(own, args, kwargs)
+            self._calling[get_ident()] = called
             try:
                 results = call(own, *args, **kwargs)
             finally:
-                called, self._calling = self._calling, None
-            if called is not None:
-                after(called, Call(own, args, kwargs, results))
+                del self._calling[get_ident()]
+            after(called, Call(own, args, kwargs, results))
             return results
 
         replace(tape, "gradient", seen_gradient)
@@ -150,6 +158,8 @@ class TapeLoops:
             self._scaled_losses[id(optimizer)] = scaled
 
     def _see_optimizer(self, _: Optimizer) -> None:
+        if not self._runs.is_off:
+            end_if_in_threads(is_new=True, trains=False)  # else it ends the run of another one
         self._is_new = True
 
     def _see_steps_of(self, kind: Any, method: str) -> None:
@@ -184,7 +194,7 @@ class TapeLoops:
         if not hasattr(first, "assign"):  # of an input, as for a penalty
             return
         if not _is_eager():
-            called = self._calling
+            called = self._calling.own
             broadcast = broadcast_in(target) if hasattr(target, "op") else ""
             if called is None:
                 in_fit[first] = broadcast
@@ -197,9 +207,10 @@ class TapeLoops:
             self._losses[id(first)], self._latest = target, None
 
     def _before_step(self, optimizer: Optimizer, method: str, args: Any, kwargs: Any) -> None:
-        self._stepping += 1
+        thread = thread_of_step()
+        self._stepping[thread] += 1
         optimizers_stepped[:] = [None]
-        is_inner = self._stepping > 1 or is_looking()
+        is_inner = self._stepping[thread] > 1 or is_looking()
         if is_inner or self._runs.is_off or self._is_unseen(optimizer):
             return
         pairs = _pairs(optimizer, method, args, kwargs)
@@ -210,9 +221,9 @@ class TapeLoops:
         undivided[optimizer] = any(id(gradient) in scaled for gradient, _ in pairs)
         trained = [variable for _, variable in pairs]
         if not _is_eager():
-            if self._calling is not None:
-                self._calling.steps[id(optimizer)] = optimizer, trained
-                self._calling.has_replicas |= _num_replicas() > 1
+            if (called := self._calling.own) is not None:
+                called.steps[id(optimizer)] = optimizer, trained
+                called.has_replicas |= num_replicas() > 1
             return
         loop = None
         if pairs and not self._is_in_fit():
@@ -240,7 +251,7 @@ class TapeLoops:
         Eagerly, each of them steps in a thread of its own, and a scaler counts for all of them.
         """
         is_scaled = isinstance(optimizer, self._keras.mixed_precision.LossScaleOptimizer)
-        is_unseen = _num_replicas() > 1 and (_is_eager() or is_scaled)
+        is_unseen = num_replicas() > 1 and (_is_eager() or is_scaled)
         if is_unseen and not self._options.is_watched:  # it is where fit trains
             self._options.is_watched = True
             voice.note(
@@ -256,8 +267,9 @@ class TapeLoops:
             voice.note(told_of_none(variables, self._cut))
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        self._stepping -= 1
-        if self._stepping or is_looking():
+        thread = thread_of_step()
+        self._stepping[thread] -= 1
+        if self._stepping[thread] or is_looking():
             return
         record, self._scaled = self._scaled, None
         if record is not None:
@@ -339,7 +351,11 @@ class TapeLoops:
     ) -> Loop | None:
         """The loop of an optimizer, which begins with its first step; None if it has no run."""
         key = id(optimizer)
-        if key not in self._loops or self._is_new:
+        is_new = key not in self._loops or self._is_new
+        end_if_second_trains(is_new=is_new)
+        if self._runs.is_off:
+            return None
+        if is_new:
             self._begin(optimizer, variables, is_compiled, has_watch)
         loop = self._loops[key]
         return loop if loop.run is not None else None
@@ -406,7 +422,3 @@ def _divides(optimizer: Optimizer, method: str) -> bool:
 
 def _is_eager() -> bool:
     return bool(tensorflow().executing_eagerly())
-
-
-def _num_replicas() -> int:
-    return int(tensorflow().distribute.get_strategy().num_replicas_in_sync)

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from threading import get_ident
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from gradscaler._run_script.voice import voice
 from gradscaler._run_script.watched_run import WatchedRun
 from gradscaler.diagnose import Located
 from gradscaler.diagnose._gradients.arrays import to_numpy
+from gradscaler.diagnose._graph.threads import end_if_in_threads
 from gradscaler.diagnose._record.located import BadGradient
 from gradscaler.diagnose._seams.judge import Owned
 from gradscaler.diagnose._seams.keras import layers_of, parameters_of
@@ -25,7 +27,7 @@ Tensor = Any
 Variable = Any
 Model = Any
 Function = Any  # what tf.function returns
-
+CalledT = TypeVar("CalledT")
 
 optimizers_stepped: list[None] = []  # not empty once an optimizer of Keras has stepped
 _INSIDE = re.compile(r"\{\{[^}]*\}\}\s*|\s*\[Op:.*")  # of TensorFlow, in its errors
@@ -148,6 +150,18 @@ class Loop:
         return list(self._are_finite().numpy())
 
 
+class Calls(dict[int, CalledT]):
+    """What is known of the function that each thread calls, by its id."""
+
+    @property
+    def own(self) -> CalledT | None:
+        """That of this thread; of a replica's, that of the thread which waits for it."""
+        own = self.get(get_ident())
+        if own is None and self and tensorflow().distribute.has_strategy():
+            own = next(iter(self.values()), None)
+        return own
+
+
 class Divided:
     """A scaled loss or a gradient of it, which is divided by the scale when it is read."""
 
@@ -167,6 +181,22 @@ def _flags(variables: Sequence[Variable]) -> Tensor:
     tf = tensorflow()
     finite = (tf.math.is_finite(tf.convert_to_tensor(each)) for each in variables)
     return tf.stack([tf.reduce_all(each) for each in finite])
+
+
+def num_replicas() -> int:
+    """How many replicas train together, each of which may have a thread of its own."""
+    return int(tensorflow().distribute.get_strategy().num_replicas_in_sync)
+
+
+def thread_of_step() -> int:
+    """The id of this thread; 0 for those of replicas, which take one step together."""
+    return 0 if tensorflow().distribute.has_strategy() else get_ident()
+
+
+def end_if_second_trains(*, is_new: bool = False) -> None:
+    """End all watches if another thread trains, too, which is no replica's."""
+    if num_replicas() == 1:
+        end_if_in_threads(is_new=is_new)
 
 
 def tensorflow() -> Any:

@@ -8,6 +8,7 @@ import pytest
 
 import gradscaler
 from gradscaler.diagnose import read_run
+from tests.support import threads
 from tests.support.eager import library
 from tests.support.scripts import fixtures_of, lines_of
 
@@ -215,3 +216,25 @@ def test_the_first_step_can_be_watched(tmp_path):
     assert "by the gradient of sqrt" in watch.verdict.text
     assert "test_run_script.py:" in watch.verdict.findings[0].line
     assert "step 1 was applied" in watch.verdict.text
+
+
+def train():
+    model = library.model()
+    optimizer = library.sgd(list(model.parameters()), lr=1e-3)
+    for _ in range(30):
+        library.clear_gradients(optimizer)
+        loss_of(model.parameters()).backward()
+        optimizer.step()
+
+
+def test_trainings_in_threads_end_the_watch(tmp_path):
+    threads.check_that_the_watch_ends(train, tmp_path)
+
+
+def test_threads_that_train_nothing_or_in_turn_do_not_end_the_watch(tmp_path):
+    def evaluate():
+        with library.framework.no_grad():
+            loss_of(model.parameters())
+
+    model = library.model()
+    threads.check_that_others_do_not_end_it(train, evaluate, tmp_path)

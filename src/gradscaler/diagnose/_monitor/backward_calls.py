@@ -10,7 +10,8 @@ from functools import wraps
 from typing import Any
 
 from gradscaler.diagnose._gradients.reading import Tensor
-from gradscaler.diagnose._graph.guard import guard, guarded
+from gradscaler.diagnose._graph import threads
+from gradscaler.diagnose._graph.guard import guarded
 
 
 class BackwardListener:
@@ -25,7 +26,6 @@ class BackwardListener:
 
 _listeners: set[weakref.ref[BackwardListener]] = set()  # of those that are alive
 _replaced: list[Callable[..., None]] = []  # PyTorch's own function, while anyone listens
-_trains: list[threading.Thread] = []  # the thread of the latest backward pass
 _inside: set[int] = set()  # the ids of threads in a backward pass
 
 
@@ -45,8 +45,8 @@ def listen(listener: BackwardListener) -> None:
 def ignore(listener: BackwardListener) -> None:
     """Tell an object of no more backward passes."""
     _listeners.discard(weakref.ref(listener))  # references to one object are equal
-    if not _listeners:  # another watch may begin in another thread
-        _trains.clear()
+    if not _listeners:
+        threads.forget()
     torch: Any = sys.modules["torch"]
     is_ours = getattr(torch.autograd.backward, "__wrapped__", None) in _replaced
     if not _listeners and is_ours:  # else another tool has wrapped ours, which stays
@@ -86,7 +86,8 @@ def _is_inside(thread: int) -> bool:
 @guarded
 def _tell_before(told: list[BackwardListener], losses: Sequence[Tensor]) -> None:
     """Tell all listeners of a backward pass that begins, also those that join meanwhile."""
-    _end_if_in_threads()
+    if _listeners:
+        threads.end_if_in_threads()  # before a pass writes what they read
     while joined := [
         each for own in list(_listeners) if (each := own()) is not None and each not in told
     ]:
@@ -99,17 +100,6 @@ def _tell_before(told: list[BackwardListener], losses: Sequence[Tensor]) -> None
 def _tell_after(told: Sequence[BackwardListener]) -> None:
     for each in told:
         each.after_backward()
-
-
-def _end_if_in_threads() -> None:
-    """End all watches before a second thread trains: its backward pass writes what they read."""
-    own = threading.current_thread()
-    if _trains == [own] or not _listeners:
-        return
-    if any(each.is_alive() for each in _trains):
-        reason = "a second thread made a backward pass, and gradscaler watches one"
-        guard.end(reason, f"the watch ended, and the training goes on: {reason}.")
-    _trains[:] = [own]
 
 
 def _losses_in(tensors: Any) -> list[Tensor]:
