@@ -77,6 +77,8 @@ def test_noise_that_is_found_in_the_inputs_is_not_told():
         lambda out, _: mse_loss(out, elsewhere()) + 0.1 * out.square().mean(),
         lambda out, _: mse_loss(out, torch.ones(ROWS, 2)),
         lambda out, _: mse_loss(out, out.flip(0)),  # both are outputs
+        lambda out, _: mse_loss(out.sum(), torch.tensor(1.0)),
+        lambda out, _: mse_loss(out[:0], elsewhere()[:0], reduction="sum"),
         lambda out, _: ((out - elsewhere()) ** 2).mean(),  # the graph keeps no targets
     ],
 )

@@ -135,9 +135,8 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
         unless = f"{_listed(frozen)} should be trained, {_FROZEN}" if frozen else ""
         if not unless and evidence.events.count(Event.UNHELD) >= FEW_SAMPLES:
             unless = f"{evidence.events.place(Event.UNHELD)} should be trained, which {_UNHELD}"
-        if not is_short and values[-1] > min(
-            usual, first or usual
-        ):  # the latest loss alone is a high one
+        low = usual if first is None else min(usual, first)
+        if not is_short and values[-1] > low:  # the latest loss alone is a high one
             went += f", its mean from {usual:g} to {fmean(values[-LATE:]):g}"
         return f"{FINE}{unless and f', unless {unless}'}: {went}{MEANING}."
     if frozen:

@@ -17,11 +17,14 @@ def targets_of(node: Node) -> Targets | None:
     """What a node compares, as ``mse_loss`` does; None if it does not, or if batches are small."""
     pair = saved(node, "self"), saved(node, "target")
     made = [below is not None for below, _ in node.next_functions]
-    if None in pair or sorted(made) != [False, True]:
+    if any(each is None for each in pair) or sorted(made) != [False, True]:
         return None  # neither of two outputs is a target
-    outputs, targets = (_rows_of(each) for each in (pair if made[0] else pair[::-1]))
-    if outputs.shape != targets.shape or len(targets) < LEAST_BATCH or not targets.numel():
+    outputs, targets = (local(each).detach() for each in (pair if made[0] else pair[::-1]))
+    if outputs.shape != targets.shape or not targets.ndim or not targets.numel():
         return None
+    if len(targets) < LEAST_BATCH:
+        return None
+    outputs, targets = _rows_of(outputs), _rows_of(targets)
     is_square = differentiated(node.name()) == "mse_loss"
     return Targets(
         float((outputs - targets).square().mean()),
@@ -49,7 +52,6 @@ def classes_of(node: Node) -> tuple[int, ...] | None:
 
 def _rows_of(tensor: Tensor) -> Tensor:
     """A part of a tensor as float32, of shape [rows, columns]; the first dimension is a batch's."""
-    tensor = local(tensor).detach()
-    rows = tensor.reshape(len(tensor) if tensor.ndim else 1, -1)
+    rows = tensor.reshape(len(tensor), -1)
     down, along = max(len(rows) // _MOST_ROWS, 1), max(rows.shape[1] // _MOST_COLUMNS, 1)
     return rows[::down, ::along].float()
