@@ -46,10 +46,10 @@ class CutTerms:
 
     def see(self, call: Call) -> None:
         """Note a call that cuts a value off, computes with one, or adds one to a graph."""
-        if call.operation == "detach" and self._left and call.inputs[0].grad_fn is not None:
+        node = call.inputs[0].grad_fn if call.operation == "detach" and call.inputs else None
+        if node is not None and self._left:
             self._left -= 1
             _, line = called_from(stack_from(call.frame)[0])
-            node = call.inputs[0].grad_fn
             place = "detach()" + (f" at {line}" if line else "")
             self._keep(call.outputs, _Cut(place, node._sequence_nr(), _leaves_of(node)))
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from gradscaler.diagnose._graph.call_site import Node, operation_of
 from gradscaler.diagnose._graph.nodes import is_leaf, saved, shape_of
 from gradscaler.diagnose._graph.summands import summands_of
@@ -56,10 +58,10 @@ def _paired(table: Node, shape: tuple[int, ...]) -> tuple[Node, str] | None:
 
 def _is_of_tables(node: Node) -> bool:
     """Whether a product has two factors of several numbers each."""
-    others = (saved(node, name) for name in ("self", "other"))
+    others = (getattr(saved(node, name), "shape", ()) for name in ("self", "other"))
     is_of_two = all(below is not None for below, _ in node.next_functions)
     return (is_of_two and len(node.next_functions) > 1) or any(
-        each is not None and each.numel() > 1 for each in others
+        math.prod(each) > 1 for each in others
     )
 
 
@@ -70,10 +72,8 @@ def _sizes(node: Node, shape: tuple[int, ...]) -> str:
     for (below, _), name in zip(node.next_functions, ("self", "other"), strict=False):
         if below is None:
             factor = saved(node, name)
-            if factor is None:
-                return ""
-            shapes.append(tuple(factor.shape))
-            base = factor._base
+            shapes.append(tuple(getattr(factor, "shape", ())))
+            base = getattr(factor, "_base", None)
             is_written = base is not None and base.shape == shape[:1]
         else:
             shapes.append(shape_of(below))
