@@ -94,9 +94,10 @@ class WatchedRun:
 
     @property
     def verdict(self) -> Verdict | None:
-        """The verdict so far; None before the first step, unless something is wrong by then."""
+        """The verdict so far; None before the first step, unless something is wrong, or over."""
         verdict = self._monitor.verdict
-        return verdict if self._monitor.history or verdict.kind != "normal" else None
+        is_known = self._is_broken or self._monitor.history or verdict.kind != "normal"
+        return verdict if is_known else None
 
     def report(self, path: Path) -> None:
         """Write a report on the steps so far.

@@ -1,6 +1,7 @@
 """A monitor of loops of PyTorch that have no scaler."""
 
 import math
+import threading
 
 import pytest
 
@@ -126,3 +127,29 @@ def test_a_loop_that_goes_back_after_each_bad_step_is_told_once_and_goes_on():
     assert len(told) == 1
     assert "step 10 was applied" in told[0].cause
     assert len(monitor.history) == 60
+
+
+def test_monitors_of_two_threads_say_that_the_watch_ended():
+    verdicts, is_first_done, may_end = [], threading.Event(), threading.Event()
+
+    def train(done, wait):
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Monitor(model=model) as monitor:
+            for _ in range(2):
+                model(torch.ones(4)).sum().backward()
+            done()
+            wait()
+        optimizer.step()
+        verdicts.append(monitor.verdict)
+
+    first = threading.Thread(target=train, args=(is_first_done.set, may_end.wait))
+    first.start()
+    is_first_done.wait()
+    train(may_end.set, first.join)
+    for verdict in verdicts:
+        assert verdict.text == (
+            "No step was seen. So nothing was judged. The watch ended before step 1: a second "
+            "thread trains, and gradscaler watches one."
+        )
+    assert len(verdicts) == 2

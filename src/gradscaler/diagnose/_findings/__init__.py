@@ -69,7 +69,8 @@ def judge(evidence: Evidence) -> Verdict:
     verdict = verdict_of([in_words_of(evidence.framework.name, each) for each in said])
     if evidence.ended is None:
         return verdict
-    seen = f"The watch saw no step after step {evidence.steps}: {evidence.ended}."
+    last = f"saw no step after step {evidence.steps}" if evidence.steps else "ended before step 1"
+    seen = f"The watch {last}: {evidence.ended}."
     return replace(verdict, text=f"{verdict.text} {seen}")
 
 
@@ -161,6 +162,8 @@ def _few_failures(text: str, evidence: Evidence) -> Finding | None:
 
 def _unseen(evidence: Evidence) -> Finding:
     """The finding for a run without a step."""
+    if evidence.ended is not None:
+        return Finding("normal", "No step was seen.", "So nothing was judged.")
     action = "Call step(optimizer) of the scaler that is watched."
     if evidence.framework.is_recorded:
         action = "Call monitor.record() after each step."
