@@ -78,16 +78,17 @@ def test_layers_with_a_momentum_of_0_are_told():
 
 def of_another_start(model):
     """A second model of the same class, which nothing trains."""
-    return [Net()], nothing
+    return [Net().requires_grad_(False)], nothing
 
 
 def of_all_of_a_model(model):
-    mean = copy.deepcopy(model)
+    mean = copy.deepcopy(model).requires_grad_(False)
     return [mean], lambda: mean.load_state_dict(model.state_dict())
 
 
 def of_one_that_is_in_training_mode(model):
-    mean = copy.deepcopy(model)  # a teacher whose own batches move its statistics
+    """A teacher, whose own batches move its statistics."""
+    mean = copy.deepcopy(model).requires_grad_(False)
 
     def teach():
         average(mean, model)
@@ -97,11 +98,23 @@ def of_one_that_is_in_training_mode(model):
 
 
 def of_the_beginning(model):
-    return [copy.deepcopy(model)], nothing
+    return [copy.deepcopy(model).requires_grad_(False)], nothing
+
+
+def of_one_that_is_trained_by_itself(model):
+    """It is in evaluation mode from the start, as are some fine-tunings."""
+    other = copy.deepcopy(model).eval()
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for _ in range(20):
+        x = torch.randn(8, 4)
+        mse_loss(other(x), x[:, :1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [other], nothing
 
 
 def of_an_averaged_model(model):
-    mean = AveragedModel(model)  # which copies the buffers
+    mean = AveragedModel(model).requires_grad_(False)  # which copies the buffers
     return [mean], lambda: mean.update_parameters(model)
 
 
@@ -112,6 +125,7 @@ def of_an_averaged_model(model):
         of_all_of_a_model,
         of_one_that_is_in_training_mode,
         of_the_beginning,
+        of_one_that_is_trained_by_itself,
         of_an_averaged_model,
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradscaler.diagnose._graph.places import in_memory
@@ -15,7 +15,8 @@ def left_in(model: Any) -> str:
 
     It is ``"momentum Net 3 bn1"`` for three layers of a model, of which bn1 is the first, and
     ``"copy Net 3 bn1"`` for those of another model with the same parameters. Only layers in
-    evaluation mode count, and another model only if weights and biases of these were trained.
+    evaluation mode count, and another model only if its parameters are frozen, and weights and
+    biases of these layers were trained: one that learns may do so in evaluation mode.
     """
     for own in models_in(model):
         norms = _norms_in(own)
@@ -26,7 +27,7 @@ def left_in(model: Any) -> str:
             return f"momentum {_told(own, kept)}"
         moved = known.keys() - {*is_still}
         for other in in_memory(type(own)) if moved else ():
-            if other is own or type(other) is not type(own) or _shapes(other) != _shapes(own):
+            if type(other) is not type(own) or _shapes(other) != _shapes(own) or _may_learn(other):
                 continue
             copied = {name: each for name, each in _norms_in(other).items() if name in moved}
             is_left = all(map(_is_left, copied.values()))
@@ -37,7 +38,7 @@ def left_in(model: Any) -> str:
 
 def _norms_in(model: Any) -> Mapping[str, Any]:
     """The modules that keep running statistics and a count of the batches in them, by name."""
-    named: Iterable[tuple[str, Any]] = getattr(model, "named_modules", tuple)()
+    named: Any = getattr(model, "named_modules", tuple)()
     return {
         name: each
         for name, each in named
@@ -60,6 +61,10 @@ def _is_trained(norm: Any) -> bool:
     """Whether the weight and the bias of a layer have left what they begin with."""
     weight, bias = norm.weight, norm.bias
     return weight is not None and bool((weight != weight[0]).any()) and bool(bias.any())
+
+
+def _may_learn(model: Any) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())
 
 
 def _shapes(model: Any) -> list[tuple[str, Any]]:
