@@ -176,7 +176,7 @@ def in_loss(operation, num_inf=3, largest=6e4, dtype="float16", size=64):
         ),
         (
             in_loss("div"),
-            "norm of 0); in float16 an eps/min below 3e-8 is 0: take 1e-2.",
+            "norm of 0); an eps/min below 3e-8 is 0: take 1e-2.",
         ),
         (in_loss("div", dtype="bfloat16"), "it in float32, as 1 - 1e-3 is 1 in bfloat16"),
         (in_loss("xlogy", dtype="float32"), "clamp what it is taken of"),

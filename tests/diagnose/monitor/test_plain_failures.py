@@ -871,11 +871,15 @@ UNDERFLOWS = {
     "prod": lambda t: (of_densities(t) * 0.5).prod(1),  # prod
     "all": lambda t: (of_densities(t) * 0.5).prod(),  # all
     "cumprod": lambda t: of_densities(t).cumprod(1)[:, 3],  # cumprod
-    "mixture": lambda t: (0.25 * of_densities(t).prod(1, keepdim=True).view(-1, 1)).sum(
-        1
-    ),  # mixture
+    "mixture": lambda t: (0.25 * of_rows(t).view(-1, 1)).sum(1),
     "exponential": lambda t: (t.outputs().float() * 0 - 200).exp().mean(1),  # exponential
 }
+
+
+def of_rows(t):
+    return of_densities(t).prod(1, keepdim=True)  # mixture
+
+
 NO_UNDERFLOWS = {
     "data": lambda t: t.outputs().float().exp().prod(1) * 0,
     "a factor of 0": lambda t: (t.outputs().float().exp() * torch.tensor([0.0, 1, 1, 1])).prod(1),
@@ -894,7 +898,8 @@ def text_of_log(of):
 
 @pytest.mark.parametrize("name", UNDERFLOWS)
 def test_a_product_or_exponential_that_underflows_before_a_logarithm_is_named(name):
-    text, operation = text_of_log(UNDERFLOWS[name]), "exp" if name == "exponential" else "prod"
+    text = text_of_log(UNDERFLOWS[name])
+    operation = {"exponential": "exp", "cumprod": "cumprod"}.get(name, "prod")
     line = line_with(name)
     assert f"Numbers that are not 0 underflow to 0 in {operation} at {line}" in text
     assert "logsumexp" in text

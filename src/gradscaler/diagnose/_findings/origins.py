@@ -131,7 +131,7 @@ def parameter(case: Case) -> Finding | None:
         since = ", and was before the first step"
         action = "Repair it in the checkpoint that was loaded, or in what initializes it."
     elif isinstance(wrote, MadeOutside) and wrote.parameter is None and is_exact(wrote):
-        why = f": {wrote.operation} at {wrote.line} wrote it"
+        why = f": {wrote.operation} at {wrote.line} wrote it in {wrote.dtype}"
         action = f"{at_any_scale(of_forward(wrote), evidence)} Go back to a checkpoint."
         line = wrote.line
     else:

@@ -29,7 +29,7 @@ _LOST_BESIDE_MINUS_1 = Repair(
     "; 16 bits round -1 + 1e-6 to -1", lambda seen: seen.dtype in ("float16", "bfloat16")
 )
 _LOST_BESIDE_1 = Repair("; compute it in float32, as 1 - 1e-3 is 1 in bfloat16", _in_bfloat16)
-_STEEP_EPS = Repair("; in float16 an eps/min below 3e-8 is 0: take 1e-2", _in_float16)
+_STEEP_EPS = Repair("; an eps/min below 3e-8 is 0: take 1e-2", _in_float16)
 _AT_0 = _WHERE, _LOST_EPS
 _BY_0 = _WHERE, _STEEP_EPS
 
