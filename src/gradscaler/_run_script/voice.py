@@ -40,6 +40,7 @@ class Voice:
         self._options = argparse.Namespace(quiet=False)
         self._process = os.getpid()
         self._kept: list[str] = []  # notes that wait for the next last word
+        self.rank: str | None = None  # of this process when the latest run began
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
@@ -50,13 +51,25 @@ class Voice:
     def begin(self, options: argparse.Namespace) -> None:
         """Speak in this process from now on. Call it before what says a verdict begins."""
         self._options, self._process, self._kept = options, os.getpid(), []
+        self.rank = None
         atexit.unregister(self._say_kept)
         atexit.register(self._say_kept)  # if no last word has said it
         on_stop.callback(self._end)
 
     def _end(self) -> None:
         self._say_kept()
+        self.rank = None
         self._options = argparse.Namespace(quiet=False)  # the others keep the latest run alive
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether it began to speak here, and not in a process that has forked this one."""
+        return os.getpid() == self._process
+
+    def note_rank(self) -> None:
+        """Keep the rank with which a run begins, as the process may leave its group before."""
+        self.rank = None
+        self.rank = rank_of_process()
 
     def tell(self, text: str, *lines: str) -> bool:
         """Say a finding on the way. False if not, as this is quiet: the last word says it then."""
@@ -78,7 +91,7 @@ class Voice:
 
     def _say_kept(self) -> None:
         kept, self._kept = self._kept, []
-        if os.getpid() == self._process:  # else it is a forked child's, and the parent says it
+        if self.is_of_this_process:  # else it is a forked child's, and the parent says it
             for each in kept:
                 _print(each)
 
@@ -116,12 +129,17 @@ def attempt(call: Callable[[], object]) -> None:
 
 
 def rank_of_process() -> str | None:
-    """The rank of this process, which a launcher or a group of several says; None without one."""
+    """The rank of this process, which a launcher or a group of several says; None without one.
+
+    A process that has left its group by the end of a run has the rank that it began it with.
+    """
     if (rank := os.environ.get("RANK")) is not None:
         return rank
     found: Any = getattr(sys.modules.get("torch"), "distributed", None)
     is_in_group = found is not None and found.is_available() and found.is_initialized()
-    return str(found.get_rank()) if is_in_group and found.get_world_size() > 1 else None
+    if is_in_group:
+        return str(found.get_rank()) if found.get_world_size() > 1 else None
+    return voice.rank if voice.is_of_this_process else None
 
 
 def is_quiet_rank() -> bool:

@@ -68,6 +68,7 @@ class WatchedRun:
         self.nan_left = ""  # a variable that the script's evaluation has left as NaN
         self._origin = ""  # what made a batch's numbers where no watch of this process can see it
         model = one_model(model)
+        voice.note_rank()
         given, tell = (scaler, model, options.every), guarded(self._tell)
         self._path: Path | str  # or why there is none
         try:

@@ -187,6 +187,19 @@ def test_a_process_of_a_group_is_a_rank_without_a_launcher(tmp_path, monkeypatch
     assert file.name.endswith(f"-{os.getppid()}.rank1.jsonl")
 
 
+def test_a_process_that_has_left_its_group_leaves_the_word_to_rank_0(tmp_path, monkeypatch, said):
+    monkeypatch.delenv("RANK", raising=False)
+    with gradscaler.watch(tmp_path):
+        with monkeypatch.context() as joined:
+            for name, value in {"is_initialized": True, "get_rank": 1, "get_world_size": 2}.items():
+                joined.setattr(torch.distributed, name, lambda value=value: value)
+            healthy(*network())
+        voice.voice.note("a text")
+    assert said.getvalue() == "gradscaler (rank 1): a text\n"
+    voice.voice.note("a text")  # of another watch
+    assert said.getvalue().endswith("\ngradscaler: a text\n")
+
+
 def test_what_went_wrong_with_a_quiet_watch_is_said_where_there_is_no_verdict(
     tmp_path, monkeypatch
 ):
@@ -368,3 +381,38 @@ def test_the_model_is_known_if_an_engine_trains_a_flat_copy_of_it(tmp_path):
             torch.nn.utils.vector_to_parameters(flat.detach(), weights)
     assert "1 (Grows) makes 32 Inf in float32, by mul" in watch.verdict.text
     assert "so step 4 was applied" in watch.verdict.text
+
+
+CHILDREN = """
+import os
+import torch
+from torch.multiprocessing import spawn
+
+def child(rank):
+    import gradscaler
+    gradscaler.watch("runs")
+    store = "file://" + os.path.abspath("store")
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(4)).square().sum().backward()
+        optimizer.step()
+    torch.distributed.destroy_process_group()
+
+if __name__ == "__main__":
+    spawn(child, nprocs=2)
+"""
+
+
+@pytest.mark.rare("the test of a process that has left its group asks the same in one process")
+def test_a_child_that_has_left_its_group_is_still_a_rank(tmp_path, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    script = tmp_path / "train.py"
+    script.write_text(CHILDREN)
+    done = programs.run(script, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("after 3 steps: ") == 1
+    assert done.stderr.count("(rank 0): after 3 steps: ") == 1
+    assert len(list(tmp_path.glob("runs/*.rank[01].jsonl"))) == 2
