@@ -188,3 +188,27 @@ def test_a_loss_that_grows_and_stays_finite_is_told(monkeypatch, tmp_path):
         model.compile(keras.optimizers.SGD(0.9), "mse")
         model.fit(np.full((64, 2), 2.0), np.ones((64, 1)), 16, 2, verbose=0)
     assert "should have fallen, lower the learning rate" in " ".join(told.getvalue().split())
+
+
+@pytest.mark.parametrize("is_nan", [False, True])
+def test_a_watch_has_the_verdict_on_a_fit_without_a_loss_scale(is_nan, tmp_path):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(1e-3), "mse")
+    inputs = np.ones((32, 4), "float32")
+    inputs[8:] *= np.nan if is_nan else 1.0
+    with gradscaler.watch(tmp_path) as watch:
+        assert watch.verdict is None
+        model.fit(inputs, np.zeros((32, 1)), verbose=0, batch_size=8, shuffle=False)
+        verdict = watch.verdict
+        with pytest.raises(ValueError, match=r"no run file .* only with a LossScaleOptimizer"):
+            watch.report(tmp_path / "report.html")
+    assert verdict == watch.verdict
+    assert str(verdict) in repr(watch)
+    assert verdict.kind == ("loss" if is_nan else "normal")
+    assert "No step was seen" not in watch._repr_html_()
+    told = (
+        "The loss is nan at batch 2 of epoch 1; " if is_nan else "The losses are finite, and went"
+    )
+    assert verdict.text.startswith(told)
+    assert verdict.findings[0].text.strip() == verdict.text
+    assert ("divisions by 0 in the loss" in verdict.text) == is_nan

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -32,7 +33,7 @@ from gradscaler._run_script.termination import before_termination
 from gradscaler._run_script.undo import on_stop, replace
 from gradscaler._run_script.voice import attempt, voice
 from gradscaler._run_script.watched_run import WatchedRun
-from gradscaler.diagnose import Finding, Located, inspect, locate
+from gradscaler.diagnose import Finding, Located, Verdict, inspect, locate
 from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.frameworks import Framework, framework_named
@@ -177,6 +178,8 @@ class Fits:
             self._end_scaled()
             given = optimizer, model, self._files, self._options, _framework(self._name)
             self._scaled[optimizer] = WatchedRun(*given)
+        else:
+            self._options.latest = losses
         if may_keep_gradients(model):
             note = partial(self._scaled[optimizer].note_unzeroed, "") if is_scaled else bool
             losses.gradients = self._gradients[optimizer] = FitGradients(note)
@@ -250,6 +253,7 @@ class Losses:
         self._num_calls = 0  # of train_on_batch
         self._first: _Bad | None = None
         self._weights = ""  # a clause about them after that
+        self._cures = _CURES  # of the first
         self._advice = ""  # that was not said on the way
         self._narrow = ""  # what says that float16 loses what the optimizer divides by
         self._origin: list[str] = []  # the line that proposes to watch the first
@@ -371,6 +375,7 @@ class Losses:
             self._origin = self._origin_of(self._num_seen(found))
             self._is_earlier, self._narrow = not is_first, of_narrow_weights(model)
         cures = self._swapped or self.batch.text or self._of_eps or _CURES
+        self._cures = cures if is_first else self._cures
         if is_first and not self._cause and not voice.tell(f"{found}. {cures}", *self._origin):
             self._advice = f" {cures}"
         if self._may_stop:
@@ -405,6 +410,33 @@ class Losses:
         weights = "all weights were finite" if bad is None else f"{bad.name} was not finite"
         self._weights = f"; {weights} {when}"
 
+    @property
+    def verdict(self) -> Verdict | None:
+        """What the losses show so far; None before the first."""
+        if self._first is not None:
+            kind, cause = "loss", f"{self._first}{self._weights}."
+            action = self._cause.strip() or self._cures
+        elif self._begun is not None:
+            found = None if self.gradients is None else self.gradients.finding
+            kind = "misuse" if self._mistakes(found) else "normal"
+            kind = "parameter" if self._states.bad else kind
+            cause, action = f"The losses are finite{self._went}.", self._said_of_finite(found)
+        else:
+            return None
+        return Verdict(kind, f"{cause} {action}".rstrip(), None, (Finding(kind, cause, action),))
+
+    @property
+    def html(self) -> str:
+        """The verdict in a notebook's output."""
+        return "" if self.verdict is None else self.verdict._repr_html_()
+
+    def report(self, _: Path) -> None:
+        """Raise a ValueError, as no file has the losses."""
+        raise ValueError(
+            "there is no run file to report on: fit and train_on_batch have one only with a "
+            "LossScaleOptimizer"
+        )
+
     def end(self) -> None:
         """Print what the losses show, unless they are finite and a monitor gives a verdict."""
         count, of = self._num_epochs, "epoch"
@@ -423,6 +455,7 @@ class Losses:
         elif count and not self._is_scaled:
             advice = self._said_of_finite(found)
             voice.conclude(f"{after}: the losses are finite{self._went}. {advice}".rstrip())
+        self.users = ()  # which may keep the model alive
 
     @property
     def _went(self) -> str:
@@ -437,13 +470,16 @@ class Losses:
         """What else is to be said where all losses are finite; empty if nothing is."""
         if self._states.bad:
             return " ".join(filter(None, [self._states.bad, self.batch.text]))
-        hint = self._if_not_fallen
+        return self._mistakes(found) or self._if_not_fallen
+
+    def _mistakes(self, found: Finding | None) -> str:
+        """What is wrong though all losses and weights are finite; empty if nothing was seen."""
         causes = [found.text if found else "", self._of_logits, self._broadcast]
         rates = self._rates.still(self._num_steps)
         states = self._states.still(self._num_steps, self._rates.latest)
         causes += [self._of_one or rates or (states and self._dead) or states]
-        causes += [self._swapped] if hint else []
-        return " ".join(filter(None, causes)) or hint
+        causes += [self._swapped] if self._if_not_fallen else []
+        return " ".join(filter(None, causes))
 
     @property
     def _if_not_fallen(self) -> str:

@@ -58,7 +58,7 @@ class Watch:
     def verdict(self) -> Verdict | None:
         """The verdict on the latest run so far; None before its first step, if nothing is wrong.
 
-        ``fit`` of Keras 3 has one only with a ``LossScaleOptimizer``.
+        That on a ``fit`` of Keras without a ``LossScaleOptimizer`` rests on its losses and weights.
         """
         latest = self._options.latest
         return None if latest is None else latest.verdict
@@ -74,7 +74,8 @@ class Watch:
                 ``.png``.
 
         Raises:
-            ValueError: no step was seen yet, the run has no file, or the name has another ending.
+            ValueError: no step was seen yet, the run has no file, as a ``fit`` of Keras without a
+                ``LossScaleOptimizer`` has none, or the name has another ending.
             ImportError: matplotlib is not installed.
             OSError: the file cannot be written.
         """
