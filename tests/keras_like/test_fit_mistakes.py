@@ -319,7 +319,8 @@ def test_a_loss_with_swapped_arguments_is_told_if_it_fails(said):
     assert "takes (y_pred, y_true): y_pred is the labels." in text
     text = said(lambda: train(unnamed), step=2)
     assert "It is the logarithm of the labels" in text
-    assert "clamp it" not in text
+    assert "or clamp it to a small number if the logarithm of the labels is meant." in text
+    assert "The input of the logarithm is 0" not in text
 
 
 def of_each_pair(y_true, y_pred):

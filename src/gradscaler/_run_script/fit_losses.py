@@ -104,7 +104,8 @@ def of_labels(model: Model, batch: Any, located: Located) -> str:
         return ""
     return (
         "It is the logarithm of the labels: Keras calls a loss with (y_true, y_pred), so look at "
-        "the order of its arguments."
+        "the order of its arguments, or clamp it to a small number if the logarithm of the labels "
+        "is meant."
     )
 
 
