@@ -300,6 +300,20 @@ def test_a_relu_that_is_off_and_makes_all_gradients_0_is_told(name, has_scaler):
     assert f"All gradients are exactly 0 in step 10, {told}" in found.cause
 
 
+KEEP_NUMBERS = {
+    "label smoothing": lambda table: cross_entropy(table, CLASSES, label_smoothing=0.1),
+    "trapezoid": lambda table: torch.trapezoid(table.square(), dx=0.5).mean(),
+    "vmap": lambda table: torch.vmap(lambda row: (2 * row).square().mean())(table).mean(),
+}
+
+
+@pytest.mark.parametrize("name", KEEP_NUMBERS)
+def test_a_factor_that_a_node_keeps_as_a_number_is_read(name, capsys):
+    said = judged(lambda _, table, __: KEEP_NUMBERS[name](table), steps=60).text
+    assert "own" not in capsys.readouterr().err
+    assert "None of 60 steps" in said
+
+
 NOT_OFF = {
     "a residual connection": lambda out, table: (out - 9).relu() + table,
     "one of many": lambda out, table: (table + torch.linspace(-9, 9, SIZE)).relu(),

@@ -15,6 +15,7 @@ from gradscaler.diagnose._record.located import OPAQUE
 
 MOST_NODES = 10_000  # of one graph
 MOST_LOSSES = 100  # of one step: few accumulate more micro-batches, and what is kept takes memory
+_FACTORS = "self", "other"
 _RAW = "_raw_saved_"
 _number_of = methodcaller("_sequence_nr")  # the order in which PyTorch made the nodes
 _PARTLY_WRITTEN = {"CtcLossBackward": "result1"}  # the rest of that memory may hold any number
@@ -113,11 +114,14 @@ def tensors_in(held: Mapping[str, object]) -> dict[str, Tensor]:
 def saved(node: Node, name: str) -> Any:
     """What a node keeps under a name; None if there is nothing, or it was freed or packed.
 
-    To read what a hook has packed would unpack it, which a checkpoint allows once in a pass.
+    To read what a hook has packed would unpack it, which a checkpoint allows once in a pass. A
+    factor is a tensor, though PyTorch's own code, as of a label smoothing, keeps a number.
     """
     try:  # each step comes here, and `suppress` makes three calls
         raw = getattr(node, _RAW + name, None)
-        return None if raw is not None and is_packed(raw) else getattr(node, f"_saved_{name}")
+        kept = None if raw is not None and is_packed(raw) else getattr(node, f"_saved_{name}")
+        is_number = name in _FACTORS and isinstance(kept, (int, float, complex))
+        return sys.modules["torch"].tensor(kept, device="cpu") if is_number else kept
     except Exception:
         return None
 

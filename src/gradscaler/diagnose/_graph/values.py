@@ -142,8 +142,9 @@ class _Arguments:
             number = saved(self._node, each.name)
             if each.name in self._own:
                 found[each.name] = self._seen(self._own[each.name])
-            elif number is not None:
-                found[each.name] = _signed(number)
+            elif number is not None:  # a factor is a tensor, where a number is asked for, too
+                is_tensor = str(each.type) == "number" and hasattr(number, "item")
+                found[each.name] = _signed(number.item() if is_tensor else number)
             elif str(each.type) == "List[Tensor]":
                 found[each.name] = [self._tensor(edge) for edge in self._node.next_functions]
             elif each.name in edges:

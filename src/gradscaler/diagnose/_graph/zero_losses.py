@@ -25,7 +25,10 @@ def ends_of(loss: Tensor) -> list[tuple[str, Node]]:
     for node in nodes:  # grows meanwhile
         if node is None or is_leaf(node) or is_custom(node) or len(nodes) > MOST_NODES:
             return []
-        cause, open_ways = _cause_in(node)
+        try:
+            cause, open_ways = _cause_in(node)
+        except Exception:  # what it keeps cannot be compared, such as a sparse factor
+            return []
         if cause is not None:
             ends.append((cause, node))
         for below in open_ways:

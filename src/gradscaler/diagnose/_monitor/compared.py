@@ -22,6 +22,8 @@ def targets_of(node: Node) -> Targets | None:
     outputs, targets = (local(each).detach() for each in (pair if made[0] else pair[::-1]))
     if outputs.shape != targets.shape or not targets.ndim or not targets.numel():
         return None
+    if outputs.is_complex() or targets.is_complex():
+        return None
     if len(targets) < LEAST_BATCH:
         return None
     outputs, targets = _rows_of(outputs), _rows_of(targets)

@@ -394,8 +394,8 @@ class LoopObserver(EagerObserver):
         if not self.log.num_steps and self._num_unstepped >= UNSTEPPED_LOSSES:
             self._note_untaken()
         if self._num_unstepped >= UNSTEPPED_LOSSES * self._most_passes > 0:
-            followed = f"{self._num_unstepped} calls of backward() followed"
-            self.log.break_off(f"{followed}, and the script took no step")
+            followed = f"{self._num_unstepped} calls of backward() followed without a step"
+            self.log.break_off(f"{followed}; those of a copied optimizer are not seen")
         last = self.log.history[-1] if self.log.history else None
         if last is not None and last.skipped and self.log.stuck_streak is None:
             bad, located = last.nonfinite or (), self._graphs.located or self.located
