@@ -66,6 +66,12 @@ def test_a_loss_that_stays_down_needs_nothing(then):
     assert "Nothing wrong was seen in numbers and calls: the loss went from 2 to" in said
 
 
+@pytest.mark.parametrize("value", [-0.0, 1e-9])
+def test_a_loss_of_0_from_centred_advantages_is_not_told_to_stand(value):
+    said = told([-3.7e-9] + [3e-9] * 9 + [value] * 110)
+    assert (f"it was {value:g} in 100 of the latest 100 steps" in said) is (value > 0)
+
+
 def test_of_a_loss_whose_latest_is_a_high_one_the_mean_is_told():
     text = told([1.8, *[4.0] * 9, *[0.9, 1.1] * 54, 1.1, 2.0])
     assert "Nothing wrong was seen" in text

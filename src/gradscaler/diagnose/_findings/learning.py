@@ -263,7 +263,7 @@ def _stands(losses: Sequence[tuple[int, float]], has_margin: bool) -> str:
 
     One batch that is taken whole in each step ends so once it is learned. A mean of what is beyond
     a margin is nearly the margin, where all outputs are one point: most margins are numbers of one
-    digit.
+    digit. One of 0 says nothing: advantages that are centred make it whatever the outputs are.
     """
     latest = [loss for _, loss in losses[-LONG:]]
     usual = median(latest)
@@ -271,7 +271,7 @@ def _stands(losses: Sequence[tuple[int, float]], has_margin: bool) -> str:
     width = NEAR_MARGIN if is_at_margin else SAME_LOSS
     same = [loss for loss in latest if abs(loss - usual) <= width * abs(usual)]
     is_solved = usual <= SOLVED * losses[0][1]
-    if is_solved or len(latest) < LONG or len(same) < MOST * LONG:
+    if is_solved or not usual or len(latest) < LONG or len(same) < MOST * LONG:
         return ""
     return (
         f"it was {usual:g} in {len(same)} of the latest {LONG} steps"
