@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from traceback import walk_stack
+from types import FrameType
 from typing import Any, Protocol
 
 from gradscaler.diagnose._graph.guard import guard, guarded
@@ -79,28 +81,36 @@ class StepHooks:
     def add(self, before: _Call | None, after: _Call) -> None:
         """Call functions before each step, and after it, unless some are called already.
 
-        A step that is compiled calls them, too, and PyTorch's compiler does not trace them.
+        A step that is compiled calls them, too, and PyTorch's compiler does not trace them. While
+        another thread steps, none is added: PyTorch may be going through them there, and a watch is
+        of one thread.
         """
         if self._handles:
             return
         from torch.compiler import disable
         from torch.optim import optimizer as hooks
 
-        if before is not None:
-            self._handles.append(hooks.register_optimizer_step_pre_hook(disable(before)))
-        self._handles.append(hooks.register_optimizer_step_post_hook(disable(after)))
+        ours = None if before is None else disable(before), disable(after)
+        own = threading.get_ident()
+        if _are_stepping(frame for key, frame in sys._current_frames().items() if key != own):
+            return
+        if ours[0] is not None:
+            self._handles.append(hooks.register_optimizer_step_pre_hook(ours[0]))
+        self._handles.append(hooks.register_optimizer_step_post_hook(ours[1]))
 
     def remove(self) -> None:
         """Remove the hooks, unless PyTorch may be going through them in some thread.
 
         It raises an error if one is removed then. The hooks that stay must do nothing any more.
         """
-        if not self._handles:
-            return
-        file = sys.modules["torch.optim.optimizer"].__file__
-        stacks = map(walk_stack, sys._current_frames().values())
-        if not any(frame.f_code.co_filename == file for stack in stacks for frame, _ in stack):
+        if self._handles and not _are_stepping(sys._current_frames().values()):
             remove_all(self._handles)
+
+
+def _are_stepping(frames: Iterable[FrameType]) -> bool:
+    """Whether one of these threads is in a step of an optimizer of PyTorch's."""
+    file = sys.modules["torch.optim.optimizer"].__file__
+    return any(each.f_code.co_filename == file for own in frames for each, _ in walk_stack(own))
 
 
 def remove_all(handles: list[Handle]) -> None:

@@ -1,0 +1,54 @@
+"""Hooks of the steps of all optimizers, and threads that step meanwhile."""
+
+import threading
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from gradscaler.diagnose._graph.hooks import StepHooks
+
+
+class Owner:
+    """What the hooks go with."""
+
+
+def test_no_hook_is_added_or_removed_while_another_thread_steps():
+    is_stepping, may_end, errors, seen = threading.Event(), threading.Event(), [], []
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+
+    def hold(*_):
+        is_stepping.set()
+        may_end.wait(20)
+
+    def step():
+        try:
+            optimizer.step()
+        except RuntimeError as error:  # "OrderedDict mutated during iteration"
+            errors.append(error)
+
+    owner, other = Owner(), Owner()
+    hooks, added = StepHooks(owner), StepHooks(other)
+    added.add(None, lambda *_: None)
+    held = register_optimizer_step_post_hook(hold)
+    thread = threading.Thread(target=step)
+    thread.start()
+    try:
+        assert is_stepping.wait(20)
+        hooks.add(None, lambda *_: seen.append(1))
+        added.remove()
+    finally:
+        may_end.set()
+        thread.join()
+        held.remove()
+        added.remove()
+    assert errors == []
+    optimizer.step()
+    assert seen == []
+    hooks.add(None, lambda *_: seen.append(1))
+    optimizer.step()
+    hooks.remove()
+    assert seen == [1]
