@@ -1050,9 +1050,10 @@ def of_origins():
         bad = BadStep(9, math.nan, (NAN,), located=LOG)
         return with_losses([loss] * 8, steps=9, bad_step=bad, has_scaler=False)
 
-    def at_floor(scale, gradients, loss=2.5):
-        skips = tuple(Skip(n, scale, loss, gradients) for n in range(100, 120))
-        return Evidence(119, 21, skips_in_a_row=20, skips=skips, scale=scale, min_scale=scale)
+    def at_floor(scale, gradients, loss=2.5, lowest=None, count=20):
+        skips = tuple(Skip(n, scale, loss, gradients) for n in range(120 - count, 120))
+        lowest = scale if lowest is None else lowest
+        return Evidence(119, 21, skips_in_a_row=count, skips=skips, scale=scale, min_scale=lowest)
 
     def updated(operation, dtype="float16", by="optax.scale_by_adam", loss=2.5):
         known = {"operation": operation, "line": "a.py:7", "optimizer": by}
@@ -1075,6 +1076,11 @@ def of_origins():
             [at_floor(2.0, (NAN,)), at_floor(1.0, (INF,))],
         ),
         ("Divide the loss", [at_floor(1.0, (INF,)), at_floor(1.0, (NAN,), 1e6)], []),
+        (
+            "a loss scale of 2, which something sets again after each skip",
+            [at_floor(2.0, (INF,), lowest=1.0), at_floor(2.0, (NAN,), lowest=0.0, count=5)],
+            [at_floor(2.0, (INF,)), at_floor(2.0, (INF,), lowest=1.0, count=4)],
+        ),
         (
             "The gradient of fc.weight is NaN, though the loss is finite: the script left out",
             [Evidence(9, 1, past=past, bad_step=left_out, has_scaler=False)],

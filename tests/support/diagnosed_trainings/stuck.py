@@ -429,6 +429,22 @@ def a_target_that_is_longer_than_its_input(setting: Setting) -> None:
     fit(setting, model, loss_of, 40)
 
 
+@training("floor", None, "something sets again .* Leave out what sets it, such as update")
+def the_scale_is_set_in_each_step(setting: Setting) -> None:
+    """A scale of its own is passed to update(), so that no skip lowers it."""
+    model, scale = mlp(16, 32, 1), setting.pick(2.0**24, 2.0**26, 2.0**22)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    scaler = GradScaler("cpu", init_scale=scale)
+    setting.monitor(scaler, model)
+    for _ in range(40):
+        with torch.autocast("cpu", torch.float16):
+            loss = regression(model, torch.randn(32, 16)) * 100
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update(scale)
+
+
 @training("floor", None, "Allow a lower scale .* DynamicScale")
 def a_fixed_scale_that_is_too_large(setting: Setting) -> None:
     model = mlp(16, 32, 1)

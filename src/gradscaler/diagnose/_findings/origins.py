@@ -29,7 +29,7 @@ from gradscaler.diagnose._record.located import (
     MadeOutside,
     is_exact,
 )
-from gradscaler.diagnose._record.thresholds import EXPLODED, LARGE_FROM_THE_START
+from gradscaler.diagnose._record.thresholds import EXPLODED, LARGE_FROM_THE_START, SET_AGAIN
 
 EXPLAIN_ALL = (
     "To see which, explain the files of all ranks together: gradscaler run writes one of each, and "
@@ -451,8 +451,10 @@ def overflow(case: Case) -> Finding:
     if highest != last.scale:
         skipped += f" while the scale fell from {highest:g} to {last.scale:g}"
     where, overflowed = _overflowed(case)
-    at_floor = evidence.min_scale is not None and last.scale <= evidence.min_scale
-    at_floor = at_floor or (len(case.failures) > 1 and first.scale == last.scale)
+    lowest = evidence.min_scale
+    is_lowest = lowest is not None and last.scale <= lowest
+    at_floor = is_lowest or (len(case.failures) > 1 and first.scale == last.scale)
+    is_set = at_floor and not is_lowest and lowest is not None and len(case.failures) >= SET_AGAIN
     if not at_floor and last.scale > 1:
         return Finding(
             "normal",
@@ -464,6 +466,7 @@ def overflow(case: Case) -> Finding:
     is_large = case.has_large_loss
     loss = f" (the loss is {last.loss:g})" if is_large else ""
     limit = "which cannot fall further" if at_floor else "which no longer enlarges gradients"
+    limit = "which something sets again after each skip" if is_set else limit
     backward = None if is_large or case.is_elsewhere else case.backward
     at = at_line(backward, "first in the gradient of")
     overflowed += at and f"{at},"
@@ -472,7 +475,12 @@ def overflow(case: Case) -> Finding:
         return Finding("elsewhere", cause, EXPLAIN_ALL)
     divide = "ivide the loss (a mean in place of a sum, targets in larger units)"
     allow = "llow a lower scale (min_scale, or DynamicScale if it is fixed)"
-    if last.scale > 1 and last.nonfinite and not last.has_inf:
+    if is_set:
+        action = (
+            f"Leave out what sets it, such as update({last.scale:g}), as update() lowers it by "
+            f"itself; or d{divide}"
+        )
+    elif last.scale > 1 and last.nonfinite and not last.has_inf:
         action = f"A{allow}; if NaN is left at a scale of 1, it is no overflow"
     elif last.scale > 1:
         action = f"A{allow}, or d{divide}"

@@ -43,6 +43,9 @@ WARM_UP = 30
 LISTED = 3  # steps that a finding names
 
 # Skips and the loss scale.
+# Skips one after the other at one scale that its policy would have lowered. Policies with a
+# hysteresis wait for 2 or 3: `the_scale_is_set_in_each_step`.
+SET_AGAIN = 5
 SETTLING_SKIPS = 20  # skips that a scale may need: 16 halvings take 65536, the default, to 1
 # The share of steps that may be skipped once the scale has settled. PyTorch's default growth tries
 # a higher scale every 2,000 steps, which skips 0.05 % of them: `outliers_whose_gradients_overflow`.
