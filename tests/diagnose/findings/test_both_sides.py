@@ -290,6 +290,10 @@ def of_gradient_values():
         seen = [sampled(step, norm=1.0, parameters=found) for step in steps]
         return Evidence(50, 0, measured=tuple(seen))
 
+    def alike(*names):
+        own = [Optimizers(alike=each) for each in names]
+        return Evidence(50, 0, measured=tuple(sampled(norm=1.0, optimizers=each) for each in own))
+
     def small(lost, first=-20, scale=1.0, **more):
         found = sampled(scale=scale, shares=lost, histogram=Bins(first, (1,)))
         return Evidence(50, 0, sample=found, **more)
@@ -337,6 +341,11 @@ def of_gradient_values():
                 unfed(in_time, name="b.bias"),
                 unfed(in_time, name="a.weight"),
             ],
+        ),
+        (
+            "All units of b.w have ... in each of 2 samples ... where='b'",
+            [alike(("a.w", "b.w"), ("b.w",))],
+            [alike(("a.w",), ("b.w",)), alike(("b.w",)), alike(("b.w",), ())],
         ),
         (
             "kind='underflow' ... zero in float16 and ... subnormal, in step 50. ... "

@@ -195,6 +195,20 @@ def a_layer_in_the_middle_is_off(setting: Setting) -> None:
     fit(setting, model, lambda step: regression(model, torch.randn(32, 16)), 120)
 
 
+@training("dead", "2", "All units of 2.weight .* random numbers")
+def units_that_begin_alike(setting: Setting) -> None:
+    """A constant for each weight, or one unit that is repeated, as a first formula of one's own."""
+    model = mlp(16, 32, 16, 1, act=nn.Tanh)
+    for layer in (model[2], model[4]):
+        assert isinstance(layer, nn.Linear)
+        row = setting.pick(torch.full, torch.full, lambda size, _: torch.randn(size))
+        with torch.no_grad():
+            layer.weight.copy_(row((1, layer.in_features), 0.1).expand_as(layer.weight))
+            layer.weight.copy_(layer.weight if layer is model[2] else torch.full((1, 16), 0.2))
+            layer.bias.zero_()
+    fit(setting, model, lambda step: regression(model, torch.randn(32, 16)), 60, dtype=None)
+
+
 @training("dead", "0.2", r"detach\(\)")
 def an_encoder_is_detached(setting: Setting) -> None:
     functions = setting.pick(Tensor.detach, lambda x: x.data, lambda x: (x > 0).float())

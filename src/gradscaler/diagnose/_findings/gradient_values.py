@@ -226,6 +226,23 @@ def dead(evidence: Evidence) -> Finding | None:
 
 
 @detector(Phase.DEAD)
+def alike(evidence: Evidence) -> Finding | None:
+    """Units of a layer that stay one unit, as they begin with the same weights."""
+    seen = [sample.optimizers.alike for sample in evidence.measured if sample.optimizers]
+    names = [name for name in seen[-1] if all(name in each for each in seen)] if seen else []
+    if len(seen) < FEW_SAMPLES or not names:
+        return None
+    return Finding(
+        "dead",
+        f"All units of {names[0]} have the same weights and the same gradients in each of "
+        f"{len(seen)} samples, so they stay one unit.",
+        "Start them from random numbers, as PyTorch's own layers do: a constant, or a row that is "
+        "repeated, gives each unit the same gradient for ever.",
+        names[0].rpartition(".")[0] or names[0],
+    )
+
+
+@detector(Phase.DEAD)
 def unfed(evidence: Evidence) -> Finding | None:
     """A layer whose inputs are all 0: its bias has a gradient, and its weight has none."""
     latest = [sample for sample in evidence.measured if sample.step >= SETTLED]

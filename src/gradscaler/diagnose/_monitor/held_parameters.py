@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradscaler.diagnose._gradients.arrays import sample_of
+from gradscaler.diagnose._gradients.arrays import dtype_name, local, sample_of
 from gradscaler.diagnose._gradients.reading import Tensor, largest
 from gradscaler.diagnose._graph.nodes import is_leaf, nodes_from
 from gradscaler.diagnose._graph.step_lines import lines_around
@@ -26,7 +27,9 @@ from gradscaler.diagnose._monitor.parameters import (
     rates_of,
 )
 from gradscaler.diagnose._record.lines import UNOWNED, Optimizers
-from gradscaler.diagnose._record.thresholds import FEW_ELEMENTS
+from gradscaler.diagnose._record.thresholds import FEW_ELEMENTS, FEW_UNITS, SAME_UNIT
+
+_FLOATS = "float16", "bfloat16", "float32", "float64"
 
 
 class HeldParameters:
@@ -135,13 +138,15 @@ class HeldParameters:
         rate = max(rates_of(optimizer), default=None)
         weights = self._parameters.matrices_growth(optimizer, list(named.values()))
         blank = tuple(name for name, p in named.items() if _is_blank(p))
+        alike = tuple(name for name, p in named.items() if _is_alike(p))
         trained = self._trained.get(id(optimizer), set())
         # Two networks that freeze each other in turn keep their gradients meanwhile.
         left = ((n, p) for n, p in named.items() if id(p) in trained and p.grad is None)
         frozen = tuple(name for name, p in left if not p.requires_grad)
         seen = Optimizers(idle, self._outside(), rate, weights=weights, eps=eps_of(optimizer))
         stood = self._steps_stood(optimizer, named, number)
-        return replace(seen, blank=blank, frozen=frozen, stood=stood, lines=self._lines)
+        seen = replace(seen, blank=blank, alike=alike)
+        return replace(seen, frozen=frozen, stood=stood, lines=self._lines)
 
     def _own(self) -> set[int]:
         """The ids of the model's parameters."""
@@ -262,6 +267,36 @@ def _is_blank(parameter: Tensor) -> bool:
     if gradient is None or parameter.ndim < 2 or np.any(sample_of(parameter, FEW_ELEMENTS)):
         return False
     return not largest(parameter) and not largest(gradient)
+
+
+def _is_alike(parameter: Tensor) -> bool:
+    """Whether all units of a layer have the same weights, and the same gradients, which are not 0.
+
+    They are a matrix's rows, or its columns where the code multiplies by it from the right.
+    """
+    gradient = getattr(parameter, "grad", None)
+    both = [local(each) for each in (parameter, gradient) if each is not None]
+    if len(both) < 2 or any(map(_is_no_matrix, both)):
+        return False
+    return any(all(_are_same(each.detach(), along) for each in both) for along in (0, 1))
+
+
+def _is_no_matrix(array: Tensor) -> bool:
+    """Whether an array has no rows of floats in PyTorch, such as one that is sparse."""
+    is_strided = str(getattr(array, "layout", None)) == "torch.strided"
+    return array.ndim < 2 or not is_strided or dtype_name(array) not in _FLOATS
+
+
+def _are_same(values: Tensor, along: int) -> bool:
+    """Whether all parts of a tensor along a dimension are the same one, which is not all 0."""
+    units = values.movedim(along, 0).flatten(1)
+    if len(units) < FEW_UNITS:
+        return False
+    first, second = (unit[:FEW_ELEMENTS] for unit in units[:2])
+    if largest(first - second) > SAME_UNIT * largest(first):  # as random numbers show at once
+        return False
+    size = largest(units[0])
+    return 0 < size < math.inf and largest(units - units[0]) <= SAME_UNIT * size
 
 
 def _is_used(parameter: Tensor) -> bool:

@@ -138,6 +138,7 @@ class Optimizers:
         weights: the norm of an optimizer's matrices before its first step, and now; None if it was
             not taken.
         blank: the names of its matrices that are all 0, as their gradients are.
+        alike: the names of its matrices whose units have the same weights and the same gradients.
         frozen: the names of its parameters without a gradient that were frozen
             (``requires_grad=False``) after its first step.
         used: the norm of the gradients that the latest step used, such as clipped ones; None if
@@ -156,6 +157,7 @@ class Optimizers:
     unscaled: tuple[str, ...] = ()
     weights: tuple[Magnitude, Magnitude] | None = None
     blank: tuple[str, ...] = ()
+    alike: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     used: Magnitude | None = None
     eps: Magnitude | None = None

@@ -120,6 +120,9 @@ SOME_LOSSES = 10  # losses, for a median
 END_LOSSES = 5  # at each end of a run, for a median
 
 # Weights, gradients and learning rates.
+# Units of a layer that are one, as they begin with the same weights, and the distance of one from
+# another by rounding, times the largest weight. Two may be meant so, as a critic's two heads.
+FEW_UNITS, SAME_UNIT = 3, 1e-4
 WEIGHTS_GREW = 10.0  # times the norm of the first: `adam_with_a_large_step_on_cross_entropy`
 WEIGHTS_GREW_A_LITTLE = 1.5  # which is enough beside a loss that is far from all that is meant
 # Times the norm before. A weight decay that is chosen well halves or quarters it; at 0.02, two
