@@ -12,9 +12,11 @@ import torch
 from torch.nn import Module
 
 from gradscaler._run_script.variables import variables_of
+from gradscaler.diagnose._gradients.arrays import has_numbers, local
 from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._monitor.models import one_model
 from gradscaler.diagnose._monitor.parameters import held_by
+from gradscaler.diagnose._record.thresholds import FEW_ELEMENTS
 
 # A module of these packages with one child and no parameter of its own wraps a model, unless its
 # class derives from a user's, as fully_shard makes it.
@@ -47,6 +49,7 @@ def models_of(
         if own.isdisjoint(map(id, held_by(each))):
             wanted |= {id(p): p for p in made_with}
     found = [_inner(each) for each in outermost if _holds(each, wanted)]
+    found = found or [_inner(each) for each in outermost if _is_copied(each, trained.values())]
     models = list({id(each): each for each in found}.values())
     loose = trained.keys() - {id(p) for each in models for p in each.parameters()}
     model = _named(models) if len(models) > 1 else next(iter(models), None)
@@ -93,6 +96,25 @@ def _outermost() -> list[Module]:
 
 def _holds(module: Module, trained: Mapping[int, object]) -> bool:
     return any(id(parameter) in trained for parameter in module.parameters())
+
+
+def _is_copied(module: Module, trained: Collection[torch.Tensor]) -> bool:
+    """Whether a module in 16 bits holds what is trained, which are its copies in float32.
+
+    Its gradients are seen, as the optimizer that the script gives them to may never step.
+    """
+    own = [p for p in module.parameters() if p.requires_grad]
+    return len(own) == len(trained) > 0 and all(map(_is_rounded, own, trained))
+
+
+def _is_rounded(own: torch.Tensor, copied: torch.Tensor) -> bool:
+    """Whether a tensor in 16 bits is that of another dtype, by some of their elements."""
+    is_narrow = own.dtype in (torch.float16, torch.bfloat16) and own.dtype != copied.dtype
+    if not is_narrow or own.shape != copied.shape or not (has_numbers(own) and has_numbers(copied)):
+        return False
+    both = (local(each).detach() for each in (own, copied))
+    parts = (each.reshape(-1)[:FEW_ELEMENTS].to(own.dtype) for each in both)
+    return torch.equal(*parts)
 
 
 def _inner(model: Module) -> Module:

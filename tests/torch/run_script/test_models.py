@@ -51,6 +51,23 @@ def test_tensors_beside_a_model_belong_to_it_under_their_variables_names():
     assert not model.training
 
 
+def ids(model):
+    return {id(p) for p in model.parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_model_in_16_bits_is_found_by_an_optimizer_of_its_copies(dtype):
+    net, other = (nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 2)).to(dtype) for _ in range(2))
+    copies = [p.detach().float().requires_grad_() for p in net.parameters()]
+    model = models_of([torch.optim.SGD(copies, lr=0.1)])
+    assert [module for _, module in model.named_modules()] == list(net.modules())
+    assert ids(model) == ids(net) | set(map(id, copies))
+    with torch.no_grad():
+        copies[0].add_(1)  # of a model that is not there any more
+    for optimizer in (torch.optim.SGD(copies, lr=0.1), torch.optim.SGD(copies[1:], lr=0.1)):
+        assert ids(models_of([optimizer])).isdisjoint(ids(net) | ids(other))
+
+
 def test_several_models_keep_their_names_beside_tensors():
     netG, netD, penalty = nn.Linear(2, 2), nn.Linear(2, 1), nn.Parameter(torch.ones(2))  # noqa: N806
     model = models_of([sgd(netG), sgd(netD), torch.optim.SGD([penalty], lr=0.1)])
