@@ -1071,6 +1071,15 @@ def of_origins():
         jax = {"has_scaler": False, "framework": framework_named("jax", {})}
         return with_losses([2.5] * 9, bad_step=bad, **jax)
 
+    def scaled_by_hand(by, dtype="float16", bad=NAN):
+        located = (
+            None if by is None else Located(None, "backward", "", "float32", 0, 2, 2, 1.0, 1.0)
+        )
+        located = located and replace(located, operation=by, line="a.py:7", is_likely=True)
+        seen = Events().after({"by_hand": 1, "by_hand 4294967296": 1})
+        known = {"has_scaler": False, "events": seen, "backward": frozenset([dtype])}
+        return Evidence(9, 0, bad_step=BadStep(9, 2.5, (bad,), located=located), **known)
+
     left_out = BadStep(9, 2.5, (NAN,), is_left_out=True)
     past = (Step(9, 1.0, skipped=True),)
     return [
@@ -1089,6 +1098,11 @@ def of_origins():
             "a loss scale of 2, which something sets again after each skip",
             [at_floor(2.0, (INF,), lowest=1.0), at_floor(2.0, (NAN,), lowest=0.0, count=5)],
             [at_floor(2.0, (INF,)), at_floor(2.0, (INF,), lowest=1.0, count=4)],
+        ),
+        (
+            "multiplies its loss by 4.29497e+09, which makes gradients larger than the 65504",
+            [*map(scaled_by_hand, (None, "nll_loss")), scaled_by_hand(None, bad=INF)],
+            [scaled_by_hand("sqrt"), scaled_by_hand("_Mish"), scaled_by_hand(None, "float32")],
         ),
         (
             "The gradient of fc.weight is NaN, though the loss is finite: the script left out",

@@ -11,6 +11,7 @@ from gradscaler.diagnose._findings.advice import (
     of_backward,
     of_forward,
     of_gradient,
+    of_own,
     of_result_alone,
     seen_in,
 )
@@ -58,9 +59,9 @@ _KEEP_FLOAT32 = (
     "under autocast"
 )
 _SCALED_BY_HAND = (
-    "the script multiplies its loss by a scale of its own, which makes gradients larger than the "
-    "65504 that float16 ends at: leave that to a GradScaler, which skips such steps and lowers its "
-    "scale, or lower it"
+    "the script multiplies its loss by {scale:g}, which makes gradients larger than the 65504 that "
+    "float16 ends at: lower it, and skip each step with an Inf or NaN, which isfinite() shows and "
+    "a comparison with Inf does not; or leave both to a GradScaler"
 )
 # As optax names them, in a path such as "opt_state.0.nu.dense.kernel" or "state[0].nu['w']".
 _SECOND_MOMENT = re.compile(r"[.\])](nu|nu_max|sum_of_squares|v|v_row|v_col)([.\[]|$)")
@@ -380,10 +381,15 @@ def gradient(case: Case) -> Finding | None:
         return Finding("elsewhere", cause, EXPLAIN_ALL, name)
     bad = "A gradient is NaN or Inf" if name is None else f"{_gradient_of(name)} is {what}"
     action = of_forward_pass or f"{of_backward(located)}{name_it}"
-    if what == "Inf" and not at:
+    # An overflow makes NaN, too, as Inf - Inf, unless a slope that can be Inf is seen.
+    is_open = located is None or (
+        located.is_likely and not (of_gradient(located) or of_own(located))
+    )
+    if evidence.is_scaled_by_hand and is_open:
+        scale = max(map(float, evidence.events.places(Event.BY_HAND)))
+        at, located, action = "", None, _SCALED_BY_HAND.format(scale=scale)
+    elif what == "Inf" and not at:
         action = _IN_FLOAT16 if evidence.is_in_float16 else _OVERFLOW
-        if evidence.is_scaled_by_hand:
-            action = _SCALED_BY_HAND
     is_of_scale = is_applied and evidence.events.count(Event.UNSKIPPED) > 0
     return Finding(
         "nan",

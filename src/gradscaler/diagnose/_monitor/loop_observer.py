@@ -314,6 +314,9 @@ class LoopObserver(EagerObserver):
 
     def _report(self, iteration: Iteration, failure: Failure) -> None:
         """Write a bad step, before its iteration ends and the next forward pass begins."""
+        if iteration.is_first and (scales := iteration.scaled.own_scales()):
+            early = [*iteration.events, *scales]
+            self.log.note_early(early, frozenset(iteration.backward))
         found, located = failure.nonfinite, failure.located
         listed, more = found[:MOST_NONFINITE], len(found[MOST_NONFINITE:])
         parameter = None if located is None else located.bad_parameter

@@ -220,18 +220,20 @@ class ScaledLosses:
         is_sorted = all(self.classes) and classes[-1] - classes[0] <= 1
         return tuple(classes) if is_sorted else ()
 
+    def own_scales(self) -> list[Counted]:
+        """The events of the script's own loss scales."""
+        each = [Counted(Event.BY_HAND, f"{scale:.0f}") for scale in self.by_hand]
+        return [Counted(Event.BY_HAND), *each] if each else []
+
     def events(self, loss: float | None) -> Iterable[Counted]:
         """The events of an iteration with this loss; waits for the device."""
         if any(float(each.mean()) < BELOW_0 for _, each in self.positive):
             yield Counted(Event.NEGATIVE)
-        if self.by_hand:
-            yield Counted(Event.BY_HAND)
+        yield from self.own_scales()
         if len(self.kinds) >= LEAST_PASSES and len({*self.kinds}) == 1 and self.kinds[0]:
             yield from (Counted(Event.ADDED_UP), Counted(Event.ADDED_UP, str(len(self.kinds))))
         if self.is_at_floor:
             yield Counted(Event.FLOORED)
-        for scale in self.by_hand:
-            yield Counted(Event.BY_HAND, f"{scale:.0f}")
         for event, place in self.mistakes.items():
             if event is not Event.ABSORBED or math.isfinite(loss or 0.0):
                 yield Counted(event)

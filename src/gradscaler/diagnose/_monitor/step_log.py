@@ -221,11 +221,11 @@ class StepLog:
         """Whether there is a file to write to, and no sample was written for a second."""
         return bool(self._writers) and monotonic() - self._written_at >= _LONGEST_UNWRITTEN
 
-    def note_early(self, events: Sequence[Counted]) -> None:
-        """Note the events before a run's first step, the latest last."""
+    def note_early(self, events: Sequence[Counted], backward: frozenset[str] = frozenset()) -> None:
+        """Note the events before a run's first step, the latest last, and its backward passes."""
         if self.num_steps:
             return
-        self.counts = self.counts._replace(observed=Observations(tuple(events)))
+        self.counts = self.counts._replace(observed=Observations(tuple(events), backward))
         if events.count(events[-1]) == MANY_CALLS:
             self.teller.say(self._look(is_last=False), self.counts.step)
 
@@ -292,7 +292,7 @@ class StepLog:
         if counts.step > counts.sampled:
             found = found.after(self._sample())
         elif not self.num_steps:
-            found = found.after(self._calls())
+            found = replace(found.after(self._calls()), backward=counts.observed.backward)
         if (stop := self._stop()) is not None:
             found = found.after(stop)
         return replace(found, steps=self.num_steps, skipped=counts.num_skipped)
