@@ -691,6 +691,7 @@ def of_loss_graphs():
         ("a.py:7", [], [seen(each, 1) for each in places]),
         ("A cross entropy is negative", [counted(9, negative=2)], [counted(9, negative=1)]),
         ("The loss of actor is 0", [in_turns(4)], [in_turns(3)]),
+        ("lasts=100", [in_turns(4)], []),
         ("in order (class 1, then 2, then 0)", [by_class((0,), (1,), (2,), (0,))], []),
         (
             "the data is sorted by class",
@@ -863,7 +864,21 @@ def of_optimizers():
             [counted(12, still=3)],
             [counted(13, still=3)],
         ),
-        ("The learning rate was 0", [], [counted(2, still=2)]),
+        (
+            "The learning rate was 0",
+            [counted(12, {"sample": sampled(12, calls={"still": 1})}, still=3)],
+            [counted(2, still=2), counted(12, {"sample": sampled(12)}, still=3)],
+        ),
+        (
+            "The learning rate was 0 in 12 of ... Unless a schedule raises it later ... lasts=100",
+            [
+                counted(12, still=12),
+                counted(12, still=12, **{"still factor=0 of ConstantLR": 1}),
+                counted(24, still=12, switched=23),
+                counted(13, {"rates": ((2, 0.0), (10, 0.0))}, still=12),
+            ],
+            [],
+        ),
         (
             "The learning rate was 0 in 3 of 12 steps, so they moved nothing: gamma=0 of StepLR at "
             "a.py:7 makes ... line='a.py:7', steps=(), count=3",

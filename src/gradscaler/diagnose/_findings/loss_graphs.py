@@ -14,6 +14,7 @@ from gradscaler.diagnose._record.thresholds import (
     HALF,
     LEAST_CLASSES,
     LISTED,
+    LONG,
 )
 
 
@@ -35,8 +36,9 @@ def unbounded(evidence: Evidence) -> Finding | None:
 _WHY_ENDED = {
     "factor": (
         "it is multiplied by numbers that are all 0",
-        "Look at these numbers: advantages are 0 if all rewards of a group are equal (each answer "
-        "gets one, or none does), and a mask or weights may be 0 everywhere.",
+        "If they are rewards, a stretch without one is usual; else look at them: advantages are 0 "
+        "if all rewards of a group are equal (each answer gets one, or none does), and a mask or "
+        "weights may be 0 everywhere.",
     ),
     "ignored": (
         "each target is its ignore_index",
@@ -77,6 +79,8 @@ def ended(evidence: Evidence) -> Finding | None:
         action,
         line=place.partition(" at ")[2] or None,
         count=count,
+        is_certain=cause != "factor",
+        lasts=LONG if cause == "factor" else 0,
     )
 
 

@@ -7,7 +7,7 @@ from statistics import median
 from gradscaler.diagnose._findings.advice import at_any_scale
 from gradscaler.diagnose._findings.detector import Phase, Role, detector
 from gradscaler.diagnose._findings.evidence import Evidence
-from gradscaler.diagnose._record.events import Event
+from gradscaler.diagnose._record.events import Event, Events
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.lines import UNOWNED
 from gradscaler.diagnose._record.thresholds import (
@@ -143,17 +143,29 @@ def still(evidence: Evidence) -> Finding | None:
     count = evidence.events.count(Event.STILL)
     if count < max(FEW_STILL, MANY * evidence.steps):
         return None
+    if evidence.sample and not Events().after(evidence.sample.calls).count(Event.STILL):
+        return None  # something has raised it since
     still = f"The learning rate was 0 in {count} of {evidence.steps} steps, so they moved nothing"
-    if setting := evidence.events.place(Event.STILL):
+    setting = evidence.events.place(Event.STILL)
+    if setting and _HOLDS not in setting:
         return _zeroed(still, setting, count)
+    # Where it began at 0, a warm-up may hold it there, be it for an epoch.
+    began_at_0 = count == evidence.steps or (evidence.rates and evidence.rates[0][1] == 0)
+    may_rise = bool(began_at_0 or evidence.events.count(Event.SWITCHED))
     return Finding(
         "misuse",
-        f"{still}, though the optimizer was made with another one.",
-        f"Call scheduler.step() after each step(optimizer){evidence.at('step')}, let the warm-up "
-        "begin above 0, or give the schedule the true number of steps.",
+        f"{still}, though the optimizer was made with another one{setting and f': {setting}'}.",
+        f"{'Unless a schedule raises it later, c' if may_rise else 'C'}all scheduler.step() after "
+        f"each step(optimizer){evidence.at('step')}, let the warm-up begin above 0, or give the "
+        "schedule the true number of steps.",
         line=evidence.line_of("step"),
         count=count,
+        is_certain=not may_rise,
+        lasts=LONG if may_rise else 0,
     )
+
+
+_HOLDS = "ConstantLR"  # holds its factor for some steps, and ends with another rate
 
 
 def _zeroed(seen: str, setting: str, count: int) -> Finding:

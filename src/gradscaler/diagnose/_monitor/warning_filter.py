@@ -17,9 +17,9 @@ _SHARE = 0.01  # of the training time, for looks
 class WarningFilter:
     """Lets each kind of finding through once, and again when it gets worse.
 
-    An uncertain finding is reported if a later look finds it again, or at the end of a long run. A
-    kind is also reported again once its line in the user's code is known, unless another kind was
-    reported with this line.
+    An uncertain finding is reported if a later look finds it again, after as many steps as it says,
+    or at the end of a long run. A kind is also reported again once its line in the user's code is
+    known, unless another kind was reported with this line.
     """
 
     def __init__(self, step: int) -> None:
@@ -84,6 +84,7 @@ class WarningFilter:
             is_found_again = step - found_at >= _LEAST_NEW
             if kind_of(kind).is_of_sample:
                 is_found_again = sampled_then < sampled
+            is_found_again &= step - found_at >= finding.lasts
             is_sure = finding.is_certain or is_found_again or (is_last and is_long)
             line = finding.line or ""
             is_new = count >= WORSE * self._told.get(line, self._told.get(kind, 0))

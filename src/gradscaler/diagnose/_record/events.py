@@ -26,7 +26,7 @@ class Event(Enum):
     UNSTEPPED = "unstepped", "iterations", "calls"  # update() came after unscale_(), with no step
     LEFT_OUT = "left_out", "looks", "calls"  # such a step's gradients were zeroed
     # A step came after a step of another optimizer and an update(): UNSCALED if no loss was scaled.
-    SWITCHED = "switched", "step_log", "calls evidence"
+    SWITCHED = "switched", "step_log", "calls evidence optimizers"
     UNSCALED = "unscaled", "step_log", "calls"
     LOSSLESS = "lossless", "iterations", "calls"  # an eager scaler stepped without a scaled loss
     MIXED = "mixed", "observer", "calls"  # a step used gradients of which a part was unscaled

@@ -23,6 +23,7 @@ class Finding:
         steps: the latest of the steps that show it, if they are few.
         count: how many steps show it; 0 if it does not concern single steps.
         is_certain: whether the evidence leaves no other explanation.
+        lasts: for how many steps an uncertain one must be found until a run that goes on is told.
     """
 
     kind: str
@@ -33,6 +34,7 @@ class Finding:
     steps: tuple[int, ...] = ()
     count: int = 0
     is_certain: bool = True
+    lasts: int = 0
 
     @property
     def text(self) -> str:
