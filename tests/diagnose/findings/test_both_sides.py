@@ -465,6 +465,9 @@ def of_learning():
     def of_event(**counts):
         return told([2.0] * 120, events=Events().after(counts))
 
+    def kinds(step):
+        return of_event(changed=1, **{f"changed {step}": 1})
+
     low, high = [10.0] * 20 + [2.0] * 60, [12.0] * 30
     ramp = [[2.0 + 10 * n / steps for n in range(1, steps)] for steps in (9, 10)]
     return [
@@ -552,6 +555,11 @@ def of_learning():
                 told([2.0] * 20 + [1.0 + 4e-6 * (n % 3) for n in range(120)]),
                 told([110.0] * 20 + [1.0] * 120),
             ],
+        ),
+        (
+            "losses of several kinds follow one another",
+            [kinds(102)],
+            [kinds(101)],
         ),
         (
             "which may be its margin",
@@ -721,6 +729,10 @@ def of_losses():
         optimizers = Optimizers(weights=weights)
         return with_losses([first, *[low] * 40, *since], optimizers=optimizers, has_scaler=False)
 
+    def near_0(last):
+        optimizers = Optimizers(weights=(1.0, 11.0))
+        return with_losses([1e-3, *[0.9] * 40, *[last] * 20], optimizers=optimizers)
+
     def died(peak, at=6, weight=1.6):
         losses = [1.0] * (at - 1) + [peak] + [1.0] * (60 - at)
         seen = sampled(shares=shares(1.0), parameters={"a.w": gradients(1.0)})
@@ -770,6 +782,7 @@ def of_losses():
                 away(first=2.0),
             ],
         ),
+        ("neither comes back ... from 0.001", [near_0(5.5)], [near_0(4.5)]),
         (
             "a step that is too large left units",
             [died(55.0), died(1100.0, at=40)],
@@ -1216,6 +1229,15 @@ def of_evidence():
         seen = sampled(loss=0.0, shares=shares(1.0))
         return with_losses([0.0] * zeros + [1.0] * others, sample=seen, **more)
 
+    def changed(count, fails=False):
+        losses = [1.0] * 60 + [100.0] * 20
+        past = tuple(Step(n, 8.0, fails and n > 73, loss) for n, loss in enumerate(losses, 1))
+        counts = {"changed": count, "changed 61": 1} if count else {}
+        skipped = 7 * fails
+        return Evidence(
+            *(80, skipped), past=past, first=past[0], scale=8.0, events=Events().after(counts)
+        )
+
     def in_turns(steps, switched):
         return with_losses([1.0] * steps, events=Events().after({"switched": switched}))
 
@@ -1268,6 +1290,12 @@ def of_evidence():
             [ended(18, 2), ended(20)],
             [ended(17, 3), ended(19)],
         ),
+        (
+            "losses of several kinds follow one another",
+            [changed(21)],
+            [changed(20)],
+        ),
+        ("The loss grew from 1 (step", [changed(0, fails=True)], [changed(1, fails=True)]),
         (
             "as optimizers take turns",
             [in_turns(100, 25), in_turns(12, 5)],

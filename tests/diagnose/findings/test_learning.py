@@ -8,7 +8,7 @@ import pytest
 from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import Evidence, Way
 from gradscaler.diagnose._record.events import Events
-from gradscaler.diagnose._record.lines import Optimizers, Sample
+from gradscaler.diagnose._record.lines import Optimizers, Sample, Targets
 from gradscaler.diagnose._record.step import Step
 from gradscaler.diagnose._record.thresholds import LONG
 
@@ -271,3 +271,94 @@ def test_losses_are_told_without_an_own_loss_scale_that_changes(latest, scales, 
 def test_steps_without_a_gradient_that_was_read_are_not_said_to_have_had_a_finite_one():
     blind = {"sample": None, "first": None}
     assert "No Inf or NaN was seen in 100 steps. No gradients were read" in told(FELL, **blind)
+
+
+RISES = [0.01 * n for n in range(1, 121)]
+WEIGHTED = Events().after({"weighted": 2, "weighted mul at a.py:7": 2})
+NO_MEASURE = "numbers without a gradient, in mul at a.py:7. As rewards or advantages, they make"
+
+
+@pytest.mark.parametrize("losses", [RISES, FELL + [1.5] * 60, [2.0, 2.01] * 60])
+def test_a_loss_that_weighs_log_probabilities_by_rewards_is_no_measure(losses):
+    assert NO_MEASURE in told(losses, events=WEIGHTED)
+    once = Events().after({"weighted": 1, "weighted mul at a.py:7": 1})
+    for events in (once, Events()):
+        assert "no measure" not in told(losses, events=events)
+        assert "If it should have" in told(losses, events=events)
+
+
+def test_a_weighted_loss_that_falls_is_as_fine_as_another_one():
+    assert told(FELL, events=WEIGHTED) == told(FELL)
+
+
+def test_a_loss_of_rewards_that_are_0_at_first_has_nothing_to_be_compared_with():
+    assert "lower the learning rate" not in told([-0.0] * 12 + [0.0, 4e-4] * 50)
+    assert "lower the learning rate" in told([1e-4] * 12 + [3e-4, 4e-4] * 50)
+
+
+@pytest.mark.parametrize(
+    ("losses", "is_told"),
+    [
+        ([0.01, *[0.3, -0.2] * 50, 0.4], True),
+        ([0.01, *[0.3, -0.2, 0.2, 0.1] * 25, 0.4], True),
+        ([-2.0 + 0.06 * n for n in range(121)], False),  # a likelihood that gets worse
+        ([0.01, *[0.3] * 50, *[-0.2] * 2, *[0.3] * 50, 0.4], False),
+    ],
+)
+def test_a_loss_whose_sign_changes_often_is_no_measure(losses, is_told):
+    text = told(losses)
+    assert ("times, as a loss of advantages or of a critic" in text) == is_told
+    assert ("lower the learning rate" in text) != is_told
+
+
+@pytest.mark.parametrize(("last", "is_told"), [(2.1, True), (1.9, False)])
+def test_a_loss_that_rises_with_its_targets_is_told_so(last, is_told):
+    targets = (Targets(1.0, 1.0, size, 1.0) for size in (1.0, last))
+    text = told(RISES, measured=tuple(replace(SAMPLE, targets=each) for each in targets))
+    assert ("as its targets went from some 1 to 2. If these should not" in text) == is_told
+    assert "lower the learning rate" in text
+
+
+@pytest.mark.parametrize(
+    ("losses", "norm", "weights", "is_told"),
+    [
+        ([1.0, 1.0 + 1e-7] * 60, 0.1, (1.0, 1.1), True),  # loss / loss.detach()
+        ([0.0] * 120, 0.1, (1.0, 1.1), True),  # loss - loss.detach()
+        ([1.0, 1.001] * 60, 0.1, (1.0, 1.1), False),
+        ([1.0] * 120, 1e-5, (1.0, 1.1), False),
+        ([1.0] * 120, 0.1, (1.0, 1.00001), False),
+        ([1.0] * 120, 0.1, None, False),
+    ],
+)
+def test_a_loss_that_is_constant_by_construction_is_told_as_that(losses, norm, weights, is_told):
+    measured = (replace(SAMPLE, norm=norm),) * 2
+    text = told(losses, measured=measured, optimizers=Optimizers(weights=weights))
+    assert ("constant by construction, as loss / loss.detach() is" in text) == is_told
+
+
+def changed(*steps, more=0):
+    """The events of a loss that became another one at these steps."""
+    of_steps = {f"changed {step}": 1 for step in steps}
+    return Events().after({"changed": len(steps) + more, **of_steps})
+
+
+def test_the_ends_of_a_loss_are_those_of_the_latest_one():
+    losses = [0.1] * 50 + [1.6] + [1.6 * 0.97**n for n in range(1, 70)]
+    text = told(losses, events=changed(51))
+    said = "Nothing wrong was seen in numbers and calls: since step 51, where it became another one"
+    assert f"{said}, the loss went from 1.6 to 0.1956" in text
+    assert "the loss went from 0.1 to 0.1956" in told(losses)
+
+
+@pytest.mark.parametrize(
+    "events", [changed(102), changed(*range(2, 22), more=1), changed(*range(10, 110, 5))]
+)
+def test_no_ends_are_told_of_losses_that_follow_one_another(events):
+    text = told([1.0, 100.0] * 60, events=events)
+    assert text.endswith("Nothing else was judged, as losses of several kinds follow one another.")
+
+
+def test_what_an_optimizer_holds_later_is_not_said_to_be_held_by_none():
+    unheld = {"unheld": 2, "unheld Linear.weight": 2}
+    assert "neither the model" in told(FELL, events=Events().after(unheld))
+    assert told(FELL, events=Events().after({**unheld, "held_late": 1})) == told(FELL)

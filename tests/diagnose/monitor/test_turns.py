@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from gradscaler.diagnose import Monitor, read_run
+from gradscaler.diagnose._monitor import new_optimizers
 from tests.support.marked_lines import lines_marked_in
 
 pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
@@ -200,3 +201,111 @@ def test_a_step_that_diverges_among_its_evaluations_is_told_so(first):
     assert told[0].kind == "divergence"
     assert f"within step {first}, which evaluated it several times" in told[0].cause
     assert 'line_search_fn="strong_wolfe"' in told[0].action
+
+
+def trained_by(losses, steps, rate=0.01):
+    """The verdict on a model whose loss in a step is chosen by the step's number."""
+    torch.manual_seed(0)
+    model, told = nn.Linear(4, 4), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    with Monitor(model=model, tell=told.append) as monitor:
+        for step in range(1, steps + 1):
+            optimizer.zero_grad()
+            losses(step, model(torch.randn(8, 4))).backward()
+            optimizer.step()
+    assert told == []
+    return monitor.verdict.text
+
+
+def test_the_ends_of_a_loss_are_those_of_its_phase():
+    def of_phases(step, out):
+        return 0.01 * out.square().mean() if step <= 40 else mse_loss(out, torch.ones(8, 4))
+
+    assert ": since step 41, where it became another one, the loss went" in trained_by(
+        of_phases, 80
+    )
+
+
+def test_tasks_that_take_turns_have_no_ends():
+    def of_tasks(step, out):
+        return out.square().mean() * 100 if step % 2 else mse_loss(out, torch.ones(8, 4))
+
+    assert "as losses of several kinds follow one another" in trained_by(of_tasks, 60)
+
+
+def test_one_loss_has_its_ends():
+    def of_batches(step, out):
+        return mse_loss(out[: 8 - step % 5], torch.ones(8 - step % 5, 4)) / 2
+
+    assert "calls: the loss went from" in trained_by(of_batches, 60, rate=0.1)
+
+
+@pytest.mark.parametrize(("held", "is_told"), [(20, False), (200, True)])
+def test_a_rate_of_0_is_told_once_no_warm_up_ends_it(held, is_told):
+    model, told = nn.Linear(4, 4), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step >= held))
+    with Monitor(model=model, tell=told.append) as monitor:
+        for _ in range(150):
+            optimizer.zero_grad()
+            mse_loss(model(torch.randn(8, 4)), torch.zeros(8, 4)).backward()
+            optimizer.step()
+            schedule.step()
+    assert [each.cause.startswith("The learning rate was 0 in") for each in told] == [
+        True
+    ] * is_told
+    assert ("Unless a schedule raises it later" in monitor.verdict.text) == is_told
+
+
+@pytest.mark.parametrize(("begin", "is_told"), [(60, False), (200, True)])
+def test_rewards_of_0_are_told_once_they_last(begin, is_told):
+    model, told = nn.Linear(4, 4), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model=model, tell=told.append) as monitor:
+        for step in range(150):
+            optimizer.zero_grad()
+            rewards = torch.ones(8) * (step >= begin)
+            (model(torch.randn(8, 4)).log_softmax(-1)[:, 0] * -rewards).mean().backward()
+            optimizer.step()
+    assert ["multiplied by numbers that are all 0" in each.cause for each in told] == [
+        True
+    ] * is_told
+    assert ("a stretch without one is usual" in monitor.verdict.text) == is_told
+
+
+@pytest.mark.parametrize(("made", "is_told"), [("before", False), ("after", False), ("", True)])
+def test_what_an_optimizer_holds_before_its_first_step_is_not_said_to_be_held_by_none(
+    made, is_told
+):
+    body, head = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(body.parameters(), lr=0.1)
+    of_head = torch.optim.SGD(head.parameters(), lr=0.1)
+    if made == "before":
+        new_optimizers.lines[of_head] = "train.py:7"
+    with Monitor(model=body, tell=list) as monitor:
+        for _ in range(60):
+            optimizer.zero_grad()
+            mse_loss(head(body(torch.randn(8, 4))), torch.ones(8, 1)).backward()
+            optimizer.step()
+        if made == "after":
+            new_optimizers.lines[of_head] = "train.py:7"
+    assert ("which neither the model nor an optimizer holds" in monitor.verdict.text) == is_told
+
+
+@pytest.mark.parametrize(("every", "is_told"), [(10, False), (1000, True)])
+@pytest.mark.parametrize("is_known", [False, True])
+def test_an_optimizer_that_steps_now_and_then_holds_its_parameters(every, is_told, is_known):
+    nets, told = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 1)]), []
+    often, rarely = (torch.optim.SGD(net.parameters(), lr=0.1) for net in nets)
+    if is_known:
+        new_optimizers.lines[rarely] = "train.py:7"
+    with Monitor(model=nets, tell=told.append) as monitor:
+        for step in range(1, 121):
+            nets.zero_grad()
+            mse_loss(nets[1](nets[0](torch.randn(8, 4))), torch.ones(8, 1)).backward()
+            often.step()
+            if step % every == 0:
+                rarely.step()
+    if is_known:
+        assert ["In no optimizer" in each.cause for each in told] == [True] * is_told
+    assert ("In no optimizer that is stepped" in monitor.verdict.text) == is_told

@@ -32,6 +32,7 @@ from gradscaler.diagnose._record.thresholds import (
     LATE,
     LATEST_SAMPLES,
     MANY,
+    PHASES,
     SAME_FAILURES,
     SAME_LOSS,
     SETTLING_SKIPS,
@@ -142,14 +143,22 @@ class Evidence:
         """Whether optimizers take turns, so that steps have one loss and then another."""
         return self.events.count(Event.SWITCHED) >= max(FEW_CALLS, MANY * self.steps)
 
+    @property
+    def changed_at(self) -> int:
+        """The step at which the loss became another one the last time; 0 if it often does."""
+        steps = self.events.places(Event.CHANGED)
+        is_often = self.events.count(Event.CHANGED) > PHASES
+        return 0 if is_often else max(map(int, steps), default=0)
+
     def of_one_turn(self, past: Sequence[Step], failed: int | None = None) -> Sequence[Step]:
-        """The steps of the optimizer whose step failed, by its number or loss, if two take turns.
+        """The steps of the latest loss; of the optimizer whose step failed, if two take turns.
 
         Each has a loss of its own, and one that is usual for the second is large beside the
         first's. If they do not step one after the other, nobody knows whose step is which.
         """
         if not self.takes_turns:
-            return past
+            since = self.changed_at
+            return [step for step in past if step.step >= since] if since else past
         if self.events.count(Event.SWITCHED) < ALMOST_ALL * (self.steps - 1):
             return ()
         bad = (step.step for step in reversed(past) if step.has_bad_loss)

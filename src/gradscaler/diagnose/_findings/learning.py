@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from statistics import fmean, median
 
-from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._findings.evidence import Evidence, Way
 from gradscaler.diagnose._record.events import Event, Events
 from gradscaler.diagnose._record.lines import ParameterSample, Targets
 from gradscaler.diagnose._record.thresholds import (
@@ -53,13 +55,24 @@ _A_BOUND = "a lower bound, look for a term with the wrong sign"
 
 def whether_it_learns(evidence: Evidence) -> str:
     """The first and the latest loss, as finite numbers alone do not make a training good."""
-    losses = [step.loss for step in evidence.past if step.loss is not None]
-    first = evidence.first and evidence.first.loss
-    if first is None or not losses:
+    has_losses = any(step.loss is not None for step in evidence.past)
+    if evidence.first is None or evidence.first.loss is None or not has_losses:
         return f"{FINE}."
     if evidence.takes_turns:
         return "Nothing else was judged, as optimizers take turns, each with a loss of its own."
-    went = f"the loss went from {first:g} to {losses[-1]:g}"
+    if not evidence.events.count(Event.CHANGED):
+        return _of_one_loss(evidence)
+    if (phase := _latest_phase(evidence)) is None:
+        return "Nothing else was judged, as losses of several kinds follow one another."
+    begun = f"since step {phase.past[0].step}, where it became another one, "
+    return _of_one_loss(phase, begun)
+
+
+def _of_one_loss(evidence: Evidence, begun: str = "") -> str:
+    """What is said of a loss that is the same one in all steps, after a clause on their begin."""
+    losses = [step.loss for step in evidence.past if step.loss is not None]
+    first = (evidence.first and evidence.first.loss) or 0.0
+    went = f"{begun}the loss went from {first:g} to {losses[-1]:g}"
     judged = f"Nothing else was judged: {went}"
     scaled = f"{judged}, multiplied by the script's own loss scale."
     if own := _without_own_scales(evidence) or scaled * evidence.is_scaled_by_hand:
@@ -68,7 +81,9 @@ def whether_it_learns(evidence: Evidence) -> str:
         if evidence.steps < EARLY and 0 < losses[-1] < EXPLODED * abs(first):
             return f"{judged}, and {evidence.steps} steps are too few to say more."
         should = "fallen, lower the learning rate" if losses[-1] > 0 else _A_BOUND
-        return f"{judged}. If it should have {should}.{_added_up(evidence)}"
+        should = f". If it should have {should}.{_added_up(evidence)}"
+        no_measure = _no_measure(evidence, losses, "lower the learning rate")
+        return f"{judged}{no_measure or _grown_targets(evidence) or should}"
     return _since_it_fell(evidence, went)
 
 
@@ -98,8 +113,8 @@ def _without_own_scales(evidence: Evidence) -> str:
 def _has_risen_from(first: float, losses: Sequence[float]) -> bool:
     """Whether the latest loss is above the first by more than batches differ."""
     *before, latest = losses
-    if latest <= ROSE * abs(first):
-        return False
+    if latest <= ROSE * abs(first) or not any(losses[:EARLY]):
+        return False  # or one of 0, as where rewards are rare, is nothing to compare with
     if len(losses) < EARLY or latest > ROSE * max(map(abs, before)):
         return True
     late = losses[-min(LATE, len(losses) // 2) :]
@@ -125,7 +140,8 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
     rise = _rose_again(losses, usual) or stands
     if is_whole:
         rise = rise or _climbed(losses, evidence) or _peaked(losses, evidence)
-    if so := f"; {rise}" if rise else _of_outputs(evidence, values):
+    no_measure = _no_measure(evidence, values, "look at the learning rate, inputs and targets")
+    if so := (no_measure or f"; {rise}") if rise else _of_outputs(evidence, values):
         return f"{judged}{so}"
     is_short = evidence.steps < (FEW_CALLS if values[-1] == first else LONG)
     if is_short and (_has_risen(values) or _is_as_at_first(values[-1], first)):
@@ -133,8 +149,8 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
         return f"{judged}, in {steps}, too few to say whether it falls."
     if (is_short and not is_back) or has_fallen:
         unless = f"{_listed(frozen)} should be trained, {_FROZEN}" if frozen else ""
-        if not unless and evidence.events.count(Event.UNHELD) >= FEW_SAMPLES:
-            unless = f"{evidence.events.place(Event.UNHELD)} should be trained, which {_UNHELD}"
+        if not unless and (unheld := _unheld_in(evidence)):
+            unless = f"{unheld} should be trained, which {_UNHELD}"
         low = usual if first is None else min(usual, first)
         if not is_short and values[-1] > low:  # the latest loss alone is a high one
             went += f", its mean from {usual:g} to {fmean(values[-LATE:]):g}"
@@ -143,8 +159,9 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
         return f"{judged}. If it should have fallen, look at {_listed(frozen)}, {_FROZEN}."
     hint = _ignored(evidence) or _overwritten(evidence) or _unheld(evidence) or _clipped(evidence)
     hint = hint or _tiny(evidence, values) or _guessed(evidence, fmean(values[-LATE:]))
-    if hint := hint or _vanished(evidence) or _slow(evidence):
-        return f"{judged}, {hint}"
+    hint = hint or _vanished(evidence) or _slow(evidence) or _constant(evidence, values)
+    if so := f", {hint}" if hint else no_measure:
+        return f"{judged}{so}"
     ends = [rate for _, rate in (*evidence.rates[:1], *evidence.rates[-1:])]
     rates = " to ".join(dict.fromkeys(f"{rate:g}" for rate in ends))
     rate = f", at a learning rate of {rates}" if ends else ""
@@ -154,6 +171,56 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
     return (
         f"{judged}{mean}{rate}. If it should have fallen, look at the learning rate, clipping, "
         f"inputs and targets.{_added_up(evidence)}"
+    )
+
+
+def _latest_phase(evidence: Evidence) -> Evidence | None:
+    """The evidence since the loss became another one, as if it were all.
+
+    None if losses take turns, or the latest one is too new.
+    """
+    step = evidence.changed_at
+    past = tuple(each for each in evidence.past if each.step >= step)
+    losses = [each.loss for each in past if each.loss is not None]
+    if not step or len(losses) < LATE:
+        return None
+    return replace(
+        evidence,
+        steps=len(past),
+        past=past,
+        first=past[0],
+        way=Way().after(losses),
+        measured=tuple(each for each in evidence.measured if each.step >= step),
+        rates=tuple(each for each in evidence.rates if each[0] >= step),
+    )
+
+
+def _no_measure(evidence: Evidence, losses: Sequence[float], otherwise: str) -> str:
+    """A clause on a loss whose value does not say whether anything is learned; else empty."""
+    if evidence.events.count(Event.WEIGHTED) >= FEW_SAMPLES:
+        place = evidence.events.place(Event.WEIGHTED)
+        return (
+            f", and it weighs what is trained by numbers without a gradient, in {place}. As "
+            "rewards or advantages, they make its value no measure of progress; if they are "
+            f"targets, weights or a mask, {otherwise}."
+        )
+    turns = sum(min(each) < 0 < max(each) for each in pairwise(losses))
+    if turns < max(FEW_CALLS, MANY * len(losses)):
+        return ""
+    return (
+        f", and it changed its sign {turns} times, as a loss of advantages or of a critic does, "
+        "whose value is no measure of progress: look at rewards or a metric."
+    )
+
+
+def _grown_targets(evidence: Evidence) -> str:
+    """A clause on a loss that rises as its targets grow, as those of a critic do; else empty."""
+    seen = [each.targets.targets for each in evidence.measured if each.targets is not None]
+    if len(seen) < FEW_SAMPLES or not ROSE * seen[0] < seen[-1]:
+        return ""
+    return (
+        f", as its targets went from some {seen[0]:.1g} to {seen[-1]:.1g}. If these should not "
+        "have grown, as those of a critic do, lower the learning rate."
     )
 
 
@@ -337,6 +404,23 @@ def _tiny(evidence: Evidence, losses: Sequence[float]) -> str | None:
     )
 
 
+def _constant(evidence: Evidence, losses: Sequence[float]) -> str | None:
+    """A hint if a loss is one number, though its gradients are not 0 and the weights move."""
+    first, weights = evidence.first and evidence.first.loss, evidence.optimizers
+    moved = weights and weights.weights
+    norms = [each.norm for each in evidence.measured if each.norm]
+    is_same = max(losses) - min(losses) <= SAME_LOSS * abs(losses[0]) and losses[0] == first
+    if not is_same or len(norms) < FEW_SAMPLES or min(norms) < TINY_NORM or not moved:
+        return None
+    if abs(moved[1] - moved[0]) <= HARDLY_MOVED * moved[0]:
+        return None
+    return (
+        "and it is the same in each step, though gradients are not 0 and the weights move: it may "
+        "be constant by construction, as loss / loss.detach() is, and says nothing then. Look at "
+        "the loss before that."
+    )
+
+
 def _slow(evidence: Evidence) -> str | None:
     """A hint if the learning rate is so small that the weights stay as they are."""
     weights = evidence.optimizers and evidence.optimizers.weights
@@ -439,12 +523,19 @@ def _began_high(evidence: Evidence, losses: Sequence[float]) -> str:
     )
 
 
+def _unheld_in(evidence: Evidence) -> str:
+    """What a loss depends on that neither the model nor an optimizer holds; empty if few show."""
+    is_seen = evidence.events.count(Event.UNHELD) >= FEW_SAMPLES
+    is_seen = is_seen and not evidence.events.count(Event.HELD_LATE)
+    return evidence.events.place(Event.UNHELD) * is_seen
+
+
 def _unheld(evidence: Evidence) -> str | None:
-    if evidence.events.count(Event.UNHELD) < FEW_SAMPLES:
+    if not (unheld := _unheld_in(evidence)):
         return None
     return (
-        f"and it depends on parameters that {_UNHELD}: {evidence.events.place(Event.UNHELD)}. Give "
-        "them to an optimizer; or call requires_grad_(False) on those that are meant to stay."
+        f"and it depends on parameters that {_UNHELD}: {unheld}. Give them to an "
+        "optimizer; or call requires_grad_(False) on those that are meant to stay."
     )
 
 

@@ -205,7 +205,7 @@ def ran_away(evidence: Evidence) -> Finding | None:
     losses = [step for step in evidence.past if _is_finite(step.loss)]
     if first is None or first.loss is None or not 0 < _size(first) < math.inf or not weights:
         return None
-    most = RAN_AWAY * _size(first)
+    most = max(RAN_AWAY * _size(first), LEAST_EXPLODED)  # one of centred advantages is near 0
     if losses and (losses[-1].loss or 0) < first.loss:  # as a log density may, from one near 0
         most = max(most, RAN_AWAY)
     low = [place for place, step in enumerate(losses) if _size(step) < most]

@@ -27,7 +27,7 @@ from gradscaler.diagnose._monitor.parameters import (
     rates_of,
 )
 from gradscaler.diagnose._record.lines import UNOWNED, Optimizers
-from gradscaler.diagnose._record.thresholds import FEW_ELEMENTS, FEW_UNITS, SAME_UNIT
+from gradscaler.diagnose._record.thresholds import FEW_ELEMENTS, FEW_UNITS, SAME_UNIT, SHORT
 
 _FLOATS = "float16", "bfloat16", "float32", "float64"
 
@@ -143,7 +143,7 @@ class HeldParameters:
         # Two networks that freeze each other in turn keep their gradients meanwhile.
         left = ((n, p) for n, p in named.items() if id(p) in trained and p.grad is None)
         frozen = tuple(name for name, p in left if not p.requires_grad)
-        seen = Optimizers(idle, self._outside(), rate, weights=weights, eps=eps_of(optimizer))
+        seen = Optimizers(idle, self._outside(number), rate, weights=weights, eps=eps_of(optimizer))
         stood = self._steps_stood(optimizer, named, number)
         seen = replace(seen, blank=blank, alike=alike)
         return replace(seen, frozen=frozen, stood=stood, lines=self._lines)
@@ -163,8 +163,12 @@ class HeldParameters:
         return {id(p) for each in modules() for p in vars(each).get("_parameters", {}).values()}
 
     def known(self) -> set[int]:
-        """The ids of the model's parameters, and of those that optimizers hold."""
-        return self._own().union(*self._held.values())
+        """The ids of the model's parameters, and of those that optimizers hold, if known."""
+        return self._own().union(*self._held.values(), _held_by_made())
+
+    def is_held_late(self) -> bool:
+        """Whether an optimizer holds by now what none held at the latest sample."""
+        return bool(self._unheld) and self._unheld[0][0] in self.known()
 
     def has_stood(self, unheld: Sequence[Tensor]) -> bool:
         """Whether the first of some parameters has not moved since the sample before."""
@@ -203,7 +207,7 @@ class HeldParameters:
         own = self._own()
         return not own.isdisjoint(self._held.get(id(optimizer), own))
 
-    def _outside(self) -> tuple[str, ...]:
+    def _outside(self, number: int) -> tuple[str, ...]:
         """The parameters with a new gradient that none holds, of modules that have not moved.
 
         What moves a module that none holds is an optimizer that is not seen, such as that of
@@ -211,7 +215,7 @@ class HeldParameters:
         stage keeps its last gradient.
         Those before the first that is held are left out: a backbone may be meant to stay. If none
         is held, a wrong optimizer is stepped; if some were the model's and are no more, layers were
-        replaced.
+        replaced. One whose optimizer was made may be stepped later, as every tenth time.
         """
         named = {} if self._model is None else dict(self._model.named_parameters())
         held = set[int]().union(*self._held.values())
@@ -230,7 +234,9 @@ class HeldParameters:
         still = [n for n in known if np.array_equal(before[n][0], parts[n])]
         moved = {_module_of(name) for name in known if name not in still}
         new = [name for name in still if not _is_as_before(before[name][1], rest[name])]
-        return tuple(name for name in new if _module_of(name) not in moved)
+        soon = _held_by_made() if new and number < SHORT else ()
+        of_still = (name for name in new if _module_of(name) not in moved)
+        return tuple(name for name in of_still if id(rest[name]) not in soon)
 
     def _name_of(self, optimizer: object, held: Mapping[str, Tensor]) -> str:
         """The module that an optimizer's parameters have in common, else the optimizer's class."""
@@ -241,6 +247,11 @@ class HeldParameters:
         names = ["/" + name.replace(".", "/") for name in held]
         common = os.path.commonpath(names or ["/"])[1:].replace("/", ".")
         return common or type(optimizer).__name__
+
+
+def _held_by_made() -> set[int]:
+    """The ids of what optimizers hold that a script has made, whether they step or not."""
+    return {id(p) for each in new_optimizers.lines for p in held_by(each)}
 
 
 def _gradient_of(parameter: Tensor) -> Mark | bytes:

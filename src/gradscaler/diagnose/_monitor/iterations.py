@@ -45,6 +45,7 @@ class Iteration:
     seen: Optimizers | None = None  # if sampled
     unscaled: list[str] = field(default_factory=list)  # see Optimizers
     num_losses: int = 0
+    kind: type | None = None  # of the node that the latest loss has in PyTorch
     batch: tuple[int, int] | None = None  # see BadStep
     added_to: dict[str, Tensor] = field(default_factory=dict)  # magnitudes, by optimizers' names
     checks: list[LateCheck] = field(default_factory=list)  # without a scaler, on a device

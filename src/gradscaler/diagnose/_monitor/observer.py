@@ -43,6 +43,7 @@ from gradscaler.diagnose._monitor.training_mode import TrainingMode
 from gradscaler.diagnose._record.events import Counted, Event
 from gradscaler.diagnose._record.lines import BadStep
 from gradscaler.diagnose._record.step import Step
+from gradscaler.diagnose._record.thresholds import PHASES
 from gradscaler.outcome import HISTORY_LENGTH, StepOutcome
 
 MethodT = TypeVar("MethodT", bound=Callable[..., None])
@@ -110,6 +111,9 @@ class EagerObserver(StepSource):
         self._began_anew = ByIdentity[None]()  # optimizers that had no state before a step
         self._mode = TrainingMode(self.model if is_torch else None)
         self._updated = self.log.counts.step  # the last step whose `updating` ended
+        # Of the latest step: the operation that its loss ends in, and the ids of its optimizers.
+        self._kind: tuple[type, set[int]] | None = None
+        self._num_kinds = 0  # changes of these
 
     @property
     def waiting(self) -> list[Iteration]:
@@ -131,6 +135,7 @@ class EagerObserver(StepSource):
         if iteration.is_sampled and self._sees_graph:
             iteration.scaled.note_scale(outputs)
             iteration.scaled.add(outputs, self._line_of)
+        iteration.kind = type(getattr(outputs, "grad_fn", None))
         self._see_terms(iteration, outputs)
         if iteration.is_first and not iteration.begun and self._held.has_moved():
             self._iterations.note_call(Event.STEPLESS)
@@ -412,6 +417,8 @@ class EagerObserver(StepSource):
         with suppress(Exception):
             if self._graphs is not None and (what := start_statistics.left_in(self.model)):
                 self.log.note_at_start(what)
+            if self._held.is_held_late():
+                self.log.note_held_late()
         finish()
 
     def _endings(self) -> list[Callable[[], None]]:
@@ -439,12 +446,24 @@ class EagerObserver(StepSource):
             measured = iteration.measured.values()
             lacks_gradient = bool(measured) and any(each.lacks_gradient for each in measured)
             iteration.cut = self._cut_off.end(lacks_gradient)
+            if iteration.kind is not None and self._num_kinds < 2 * PHASES:
+                before, self._kind = self._kind, (iteration.kind, {*iteration.optimizers})
+                is_same = before is None or before[0] is iteration.kind
+                if not is_same or (before and before[1].isdisjoint(iteration.optimizers)):
+                    self._note_changed(iteration)
             if iteration.is_sampled and self._sees_graph:
                 unheld = iteration.scaled.unheld(self._held.known())
                 if self._held.has_stood(unheld):
                     iteration.scaled.note_unheld(unheld, self.model)
         self._iterations.end()
         iteration.optimizers = {}  # the iteration, if unread, must not keep them alive
+
+    def _note_changed(self, iteration: Iteration) -> None:
+        """Note that a loss is another one than in the step before, of the first with its number."""
+        self._num_kinds += 1
+        iteration.note(Event.CHANGED)
+        if self._num_kinds <= PHASES:
+            iteration.note(Event.CHANGED, str(iteration.number))
 
     def _is_resumed(self, optimizer: object) -> bool:
         """Whether an optimizer has an earlier run's state, but the scaler has its initial one."""

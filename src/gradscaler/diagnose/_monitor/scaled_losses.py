@@ -25,6 +25,7 @@ from gradscaler.diagnose._graph.nodes import (
 from gradscaler.diagnose._graph.paired_products import paired_in
 from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.summands import adds_a_constant, subtracted_in, summands_of
+from gradscaler.diagnose._graph.weighted_terms import weighted_in
 from gradscaler.diagnose._graph.zero_losses import ends_of, is_at_floor, is_margin
 from gradscaler.diagnose._monitor.compared import classes_of, targets_of
 from gradscaler.diagnose._monitor.listed import in_lists
@@ -108,6 +109,8 @@ class ScaledLosses:
             sizes = "" if node is None else _broadcast(node, reader)
             if sizes and not _is_of_energy(loss.grad_fn, node):
                 self._note(Event.BROADCAST, node, line_of(loss, node), sizes)
+        if (weighted := weighted_in(loss.grad_fn)) is not None:
+            self._note(Event.WEIGHTED, weighted, line_of(loss, weighted))
         if (paired := paired_in(loss.grad_fn)) is not None:
             node, sizes = paired
             self._note(Event.PAIRED, node, line_of(loss, node), sizes)

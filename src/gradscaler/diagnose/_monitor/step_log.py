@@ -261,6 +261,10 @@ class StepLog:
         """Note what normalizes by the statistics of its start in the end."""
         self._note_last(Counted(Event.AT_START, what))
 
+    def note_held_late(self) -> None:
+        """Note that an optimizer holds in the end what none held in samples."""
+        self._note_last(Counted(Event.HELD_LATE))
+
     def _note_last(self, event: Counted) -> None:
         if self.num_steps:
             self._keep(Watched(self.counts.step, calls=texts_of([event])))

@@ -103,11 +103,17 @@ class Event(Enum):
     BROADCAST = "broadcast", "scaled_losses early_losses recorder", "loss_graphs"
     # A product in it meets n numbers with n others each.
     PAIRED = "paired", "scaled_losses", "loss_graphs"
+    # A product in it weighs what is trained by numbers without a gradient, such as rewards.
+    WEIGHTED = "weighted", "scaled_losses", "learning"
     # An operation, at its line, that passes no gradient on, in a step that lacks some.
     PASSES_NONE = "passes_none", "recorder", "__init__"
     MARGIN = "margin", "scaled_losses", "learning"  # it is a mean of what a relu or clamp leaves
     FLAT = "flat", "scaled_losses", "learning"  # it is behind many of sigmoid and tanh in a row
     UNHELD = "unheld", "scaled_losses", "learning"  # it depends on what no model and optimizer has
+    HELD_LATE = "held_late", "step_log", "learning"  # at the end: an optimizer holds that by now
+    # In any step: it ends in another operation than that of the step before, or it is of another
+    # optimizer: at the number of the step.
+    CHANGED = "changed", "observer", "evidence learning"
     # It depends on those in a list of the model's.
     UNREGISTERED = "unregistered", "scaled_losses early_losses", "loss_graphs"
 

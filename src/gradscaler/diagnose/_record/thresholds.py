@@ -118,6 +118,9 @@ AT_MARGIN, NEAR_MARGIN = 5e-3, 2e-2
 EARLY, LATE = 10, 20  # steps, whose mean losses are compared, as one batch's own says little
 SOME_LOSSES = 10  # losses, for a median
 END_LOSSES = 5  # at each end of a run, for a median
+# Changes from one loss to another, as from a pretraining to a fine-tuning; in a run with more of
+# them, losses rather take turns.
+PHASES = 20
 
 # Weights, gradients and learning rates.
 # Units of a layer that are one, as they begin with the same weights, and the distance of one from
