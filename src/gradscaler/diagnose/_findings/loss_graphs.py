@@ -36,9 +36,8 @@ def unbounded(evidence: Evidence) -> Finding | None:
 _WHY_ENDED = {
     "factor": (
         "it is multiplied by numbers that are all 0",
-        "If they are rewards, a stretch without one is usual; else look at them: advantages are 0 "
-        "if all rewards of a group are equal (each answer gets one, or none does), and a mask or "
-        "weights may be 0 everywhere.",
+        "Rewards may be 0 for a while; else look at them: advantages are 0 if the rewards of a "
+        "group are equal, and a mask or weights may be 0 everywhere.",
     ),
     "ignored": (
         "each target is its ignore_index",
