@@ -44,6 +44,7 @@ from gradscaler._run_script.variables import (
     nonfinite_left,
 )
 from gradscaler._run_script.voice import attempt, conclude_without_step, voice
+from gradscaler.diagnose._graph import numpy_warnings
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.hooks import StepHooks
 from gradscaler.diagnose._graph.lines import Tracebacks, keep_under
@@ -118,6 +119,8 @@ class Session(Runs, backward_calls.BackwardListener):
         on_stop.callback(loaders.forget)
         if any(map(is_theirs, in_memory(torch.amp.GradScaler))):
             self._see_theirs()
+        replace(warnings, "_showwarnmsg", numpy_warnings.noting(warnings._showwarnmsg))  # type: ignore[attr-defined]
+        on_stop.callback(numpy_warnings.numpy_warnings.forget)
         backward_calls.listen(self)
         _leave_children_alone()
         self._end_first()

@@ -355,6 +355,92 @@ def test_a_watch_says_that_no_operation_of_the_process_made_the_batch(tmp_path):
     assert "(Rows at script.py:9)" in again.partition("gradscaler: after")[0]
 
 
+WARNED = FROM_NUMPY.replace('np.seterr(all="ignore")', "").replace(
+    "return row / row.std() if place == 20 else row",
+    """way = sys.argv[2]
+        row[0] = 0 if place == 20 else 1
+        if way == "log":
+            return np.log(row)  # logarithm
+        if way == "std":
+            row[:] = 3
+            return (row - 3) / row.std() if place == 20 else row  # deviation
+        if way == "mean" and place == 20:
+            row[:] = row[4:].mean()  # of none
+        return row""",
+)
+
+
+@pytest.mark.parametrize(
+    ("way", "text", "marked"),
+    [
+        ("log", "divide by zero encountered in log", "logarithm"),
+        ("std", "invalid value encountered in divide", "deviation"),
+        ("mean", "Mean of empty slice", "of none"),
+    ],
+)
+def test_a_warning_of_numpy_s_names_the_line_that_may_have_made_the_batch(
+    tmp_path, way, text, marked
+):
+    (tmp_path / "script.py").write_text(WARNED)
+    said = words(programs.run(*RUN, "script.py", "0", way, cwd=tmp_path).stderr)
+    lines = WARNED.splitlines()
+    line = next(number for number, each in enumerate(lines, 1) if each.endswith(f"# {marked}"))
+    assert f'after NumPy warned of "{text}" at script.py:{line}, so step 3 was applied' in said
+    assert "in row 4 of 8" in said
+    assert f"Look at script.py:{line} first" in said
+    assert "--watch" not in said
+
+
+def test_a_watched_step_names_the_batch_of_infs_and_not_the_product_that_reads_it(tmp_path):
+    (tmp_path / "script.py").write_text(WARNED)
+    said = words(programs.run(*RUN, "--watch", "3", "script.py", "0", "log", cwd=tmp_path).stderr)
+    assert "step watched: input of the model (Linear, float32), matmul at" in said
+    assert "outliers" not in said
+
+
+LATER = """
+import numpy as np
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(20):
+    x = np.ones((8, 4), dtype=np.float32)
+    if step == 2:
+        x[3] = 0
+        x = np.where(x > 0, np.log(x), 0)
+    if step == 10:
+        x[5] = np.nan
+    loss = model(torch.from_numpy(x)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_warning_of_numpy_s_that_did_no_harm_is_not_named_later(tmp_path):
+    (tmp_path / "script.py").write_text(LATER)
+    said = words(programs.run(*RUN, "script.py", cwd=tmp_path).stderr)
+    assert "in row 5 of 8" in said
+    assert "after NumPy warned" not in said
+
+
+def test_a_training_s_own_filters_of_warnings_stay_in_force(tmp_path):
+    recorded = """
+import warnings
+with warnings.catch_warnings(record=True) as kept:
+    warnings.simplefilter("always")
+    np.log(np.zeros(1))
+    np.log(np.zeros(1))
+print(len(kept), kept[0].lineno)
+"""
+    code = LATER.replace("model = torch.nn", f"{recorded}model = torch.nn")
+    (tmp_path / "script.py").write_text(code)
+    plain = programs.run("script.py", cwd=tmp_path)
+    watched = programs.run(*RUN, "script.py", cwd=tmp_path)
+    assert plain.stdout == watched.stdout == "2 8\n"
+    assert plain.stderr in watched.stderr
+
+
 LEFT_OUT = """
 import torch
 torch.manual_seed(0)

@@ -36,6 +36,7 @@ EXPLAIN_ALL = (
     "To see which, explain the files of all ranks together: gradscaler run writes one of each, and "
     'so do monitors with path="run.{rank}.jsonl".'
 )
+WARNED = "after NumPy warned of"
 _DIVIDES = names_with(Role.DIVIDES)
 _KEPT = "kept from step to step (averaged weights, statistics, a queue)"
 # PowerSGD adds to each gradient what it left out of the last one, so one Inf stays in its memory.
@@ -274,6 +275,7 @@ def _has_hooks(evidence: Evidence) -> bool:
 def _given(case: Case, located: Given, though: str) -> Finding:
     """A tensor that already held an Inf or NaN when the first operation read it."""
     evidence, kind, what = case.evidence, "loss", "A tensor without a gradient holds"
+    after = ""
     if _is_replayed(evidence):  # a parameter is an argument, too
         holder = f"the argument {located.parameter}" if located.parameter else "a constant"
         what = f"In the {_function(located)}, {holder} holds"
@@ -284,6 +286,14 @@ def _given(case: Case, located: Given, though: str) -> Finding:
     elif located.is_number:
         what = "A number from outside of the framework, as of NumPy, is"
         action = "look at what computes it, such as 0 / 0 or the logarithm of 0"
+    elif located.warned is not None:
+        kind = "data"
+        text, _, line = located.warned.rpartition(" at ")
+        after = f', {WARNED} "{text}" at {line}'
+        action = (
+            f"look at {line} first, which may have made it: a logarithm or a quotient of 0 needs "
+            "an eps, or a clip of what it takes, and a mean of no elements another value"
+        )
     elif not evidence.has_scaler:
         kind, action = "data", f"{_LOOK_AT}; if it is {_KEPT}, reset it"
     elif evidence.steps > evidence.skipped:  # good batches came before
@@ -297,7 +307,7 @@ def _given(case: Case, located: Given, though: str) -> Finding:
     seen, so = at_line(located, "first seen in"), case.with_numbers(case.outcome.of_forward)
     return Finding(
         kind,
-        f"{what} Inf or NaN{rows}{layer}{seen}{though}, {so}.",
+        f"{what} Inf or NaN{rows}{layer}{seen}{though}{after}, {so}.",
         at_any_scale(action, evidence),
         line=located.line,
     )

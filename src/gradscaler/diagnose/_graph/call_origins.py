@@ -26,6 +26,8 @@ from gradscaler.diagnose._record.located import Located
 _UNWRITTEN = re.compile("empty|resize")  # they leave memory as it is
 _GIVES = re.compile("tensor$|^from|^asarray|^as_")  # their result holds what the user gave
 
+_MULTIPLIES = "matmul", "conv1d", "conv2d", "conv3d"  # by weights, which no mask is
+
 _Edge = tuple[Node, int]  # a node, and which of its results
 
 
@@ -132,7 +134,8 @@ class CallOrigins:
     def _value(self, call: Call, tensor: Tensor, reading: Reading) -> Value[Located]:
         """The value of an input: its reading, and the origin of its Inf, NaN or -inf."""
         origin = self.origin_of(tensor) if reading.bad else None
-        if reading.state == "bad" and origin is None:
+        is_data = reading.state == "mask" and call.operation in _MULTIPLIES and not tensor.grad_fn
+        if (is_data or reading.state == "bad") and origin is None:
             origin = self._places.given_to(tensor, self._places.site_at(call.frame, call.operation))
             self._origins[memory_of(tensor)] = tensor, origin
         if reading.state == "mask" and call.operation in TAKES_MASKS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from itertools import takewhile
 from types import FrameType
@@ -23,6 +24,7 @@ from gradscaler.diagnose._graph.call_site import (
 )
 from gradscaler.diagnose._graph.lines import Line
 from gradscaler.diagnose._graph.nodes import is_leaf
+from gradscaler.diagnose._graph.numpy_warnings import numpy_warnings
 from gradscaler.diagnose._graph.site import Site, located_at
 from gradscaler.diagnose._record.located import Located
 
@@ -105,7 +107,8 @@ class Places:
         """The place of an Inf or NaN that a tensor held before the operation at a site read it."""
         held, owned = local(tensor).detach(), self.owner_of(tensor) or _owner_elsewhere(tensor)
         if owned is None:
-            return located_at(site, "input", held, largest_finite([held]), rows=rows_of(held))
+            found = located_at(site, "input", held, largest_finite([held]), rows=rows_of(held))
+            return replace(found, warned=numpy_warnings.of(found.num_inf, found.num_nan))
         place, name = owned
         return located_at(place._replace(line=site.line), "forward", held, math.nan, parameter=name)
 

@@ -14,6 +14,7 @@ from gradscaler.diagnose._graph.call_site import Node
 from gradscaler.diagnose._graph.hooks import OneCallHooks, weakly
 from gradscaler.diagnose._graph.lines import Line, Tracebacks
 from gradscaler.diagnose._graph.nodes import in_order, is_custom
+from gradscaler.diagnose._graph.numpy_warnings import numpy_warnings
 from gradscaler.diagnose._graph.places import Module, Places
 from gradscaler.diagnose._graph.reader import GraphReader
 from gradscaler.diagnose._graph.retained import RetainedGraph
@@ -211,6 +212,7 @@ class GraphWatch:
         """
         if step == self._step:  # an interrupted call was repeated
             return
+        numpy_warnings.step_ended(is_first=not self._step)
         if not self._step:
             for budget in (self._budget, self._retaining, self.ungraphed.budget):
                 budget.step_ended(step)

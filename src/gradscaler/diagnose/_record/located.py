@@ -61,6 +61,8 @@ class Located:
         is_auxiliary: whether it reaches, in JAX, only what a loss function returns beside the loss.
         is_number: whether it is in a number of Python, or a number or an array of NumPy, that the
             operation was given. Its kind is ``"forward"`` in PyTorch, and else ``"input"``.
+        warned: for an ``"input"``, what NumPy warned of before it, and where, such as ``"divide by
+            zero encountered in log at data.py:12"``; None if that is not known.
         optimizer: in JAX, the rule whose update the operation belongs to, such as
             ``"optax.scale_by_adam"``; None if it belongs to none.
     """
@@ -89,6 +91,7 @@ class Located:
     is_auxiliary: bool = False
     is_number: bool = False
     optimizer: str | None = None
+    warned: str | None = None
 
     def __post_init__(self) -> None:
         """Become of the class of its kind and module; so does a copy with another kind."""
@@ -151,8 +154,9 @@ class Located:
         if self.zeroed_by is not None:
             yield f"0 by an underflow in {self.zeroed_by}"
         of_loss = self.summand and f"summand {self.summand} of the loss"
+        of_warning = self.warned and f"what NumPy warned of: {self.warned}"
         of_update = self.optimizer and f"the update of {self.optimizer}"
-        for each in filter(None, (of_loss, self.rows, of_update)):
+        for each in filter(None, (of_loss, self.rows, of_warning, of_update)):
             yield f"in {each}"
         if self.parameter and not isinstance(self, BadGradient):
             yield f"its {self.parameter} is not finite"
