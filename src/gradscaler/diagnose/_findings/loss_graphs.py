@@ -150,9 +150,38 @@ across = _at_a_place(
     Phase.LOSS,
     Event.ACROSS,
     "misuse",
-    "nll_loss takes the classes along dim 1, and {place} is along dim 0: the probabilities of a "
-    "class add up to 1 over the batch, not those of a row over the classes.",
-    "Call log_softmax with dim=1, or give the logits to cross_entropy.",
+    "The loss takes one class of each row, and {place} is not along the classes: the "
+    "probabilities of a class add up to 1 over the batch (or time), not those of a row.",
+    "Call it along the classes: with dim=1 for the shape [batch, classes], with dim=-1 before "
+    "view(-1, classes); or give the logits to cross_entropy.",
+)
+over_queries = _at_a_place(
+    Phase.LOSS,
+    Event.OVER_QUERIES,
+    "misuse",
+    "The attention of {place} is not along its keys: the weights with which a query takes the "
+    "values do not add up to 1, as those of a key do over the queries (or over the batch).",
+    "Call it with dim=-1 on scores of shape [..., queries, keys], unless queries are meant to "
+    "compete for keys.",
+    is_certain=False,
+)
+pooled_batch = _at_a_place(
+    Phase.LOSS,
+    Event.POOLED_BATCH,
+    "misuse",
+    "A recurrent layer's output is reduced over what it reads as the batch, not over time: "
+    "{place}. So the rows of a batch are steps in time to it.",
+    "If inputs are [batch, time, features], set batch_first=True; else take out[-1] or "
+    "out.mean(0).",
+)
+whole_norm = _at_a_place(
+    Phase.LOSS,
+    Event.WHOLE_NORM,
+    "misuse",
+    "Rows that the loss compares by their products are divided by the norm of the whole batch, not "
+    "each by its own: {place}. Their products are no cosines, and shrink as batches grow.",
+    "Normalise each row: x / x.norm(dim=-1, keepdim=True), or F.normalize(x, dim=-1).",
+    is_certain=False,
 )
 of_probabilities = _at_a_place(
     Phase.LOSS,

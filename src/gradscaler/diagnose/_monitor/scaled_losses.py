@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -26,6 +27,7 @@ from gradscaler.diagnose._graph.paired_products import paired_in
 from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.summands import adds_a_constant, subtracted_in, summands_of
 from gradscaler.diagnose._graph.weighted_terms import weighted_in
+from gradscaler.diagnose._graph.wrong_axes import wrong_axes_in
 from gradscaler.diagnose._graph.zero_losses import ends_of, is_at_floor, is_margin
 from gradscaler.diagnose._monitor.compared import classes_of, targets_of
 from gradscaler.diagnose._monitor.listed import in_lists
@@ -163,7 +165,16 @@ class ScaledLosses:
                 self._note_kl(line_of(loss, node))
         if len(flattening) >= MANY_IN_A_ROW:
             self._note_row(loss, nodes, line_of)
+        self._note_axes(loss, nodes, line_of)
         return True
+
+    def _note_axes(
+        self, loss: Tensor, nodes: list[Node], line_of: Callable[[Tensor, Node], Line]
+    ) -> None:
+        """Note operations along a wrong axis, among the nodes of a loss."""
+        with suppress(Exception):  # what a node keeps may be of any kind
+            for kind, node, rest in wrong_axes_in(nodes):
+                self._note(_OF_AXES[kind], node, line_of(loss, node), rest)
 
     def _note_row(
         self, loss: Tensor, nodes: list[Node], line_of: Callable[[Tensor, Node], Line]
@@ -363,21 +374,14 @@ def _are_probabilities(node: Node) -> bool:
     return is_one and bool((quotient >= 0).all())
 
 
-def _across(node: Node) -> Node | None:
-    """The log_softmax over the rows of a batch, of which nll_loss takes the classes, or None.
-
-    In a square of scores of pairs, as of texts and pictures, both dimensions are meant.
-    """
-    if differentiated(node.name()) != "nll_loss" or not (below := _before(node)):
-        return None
-    (inner,) = below
-    is_of_rows = differentiated(inner.name()) == "log_softmax" and saved(inner, "dim") == 0
-    shape = shape_of(inner)
-    return inner if is_of_rows and len(shape) == 2 and shape[0] != shape[1] else None
-
-
 # What is wrong with the input of a loss, and what finds the node that makes it.
-_OF_INPUTS = {Event.TWICE: _normalised, Event.CUT: _cut, Event.ACROSS: _across}
+_OF_INPUTS = {Event.TWICE: _normalised, Event.CUT: _cut}
+_OF_AXES = {
+    "across": Event.ACROSS,
+    "over queries": Event.OVER_QUERIES,
+    "pooled batch": Event.POOLED_BATCH,
+    "whole norm": Event.WHOLE_NORM,
+}
 
 
 def _broadcast(node: Node, reader: Node) -> str:

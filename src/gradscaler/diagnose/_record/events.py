@@ -98,7 +98,12 @@ class Event(Enum):
     DETACHED = "detached", "observer", "loss_graphs"
     # It reads the result of autograd.grad(), which has no graph: at that call.
     GRAPHLESS = "graphless", "observer", "loss_graphs"
-    ACROSS = "across", "scaled_losses", "loss_graphs"  # log-probabilities over the batch
+    ACROSS = "across", "scaled_losses", "loss_graphs"  # it takes probabilities over the batch
+    # An attention in it has its softmax along the queries, or along the batch.
+    OVER_QUERIES = "over_queries", "scaled_losses", "loss_graphs"
+    # It takes the last step, or the mean, of a recurrent layer along the batch.
+    POOLED_BATCH = "pooled_batch", "scaled_losses", "loss_graphs"
+    WHOLE_NORM = "whole_norm", "scaled_losses", "loss_graphs"  # it compares rows of one norm
     # It compares n outputs with n targets each.
     BROADCAST = "broadcast", "scaled_losses early_losses recorder", "loss_graphs"
     # A product in it meets n numbers with n others each.
