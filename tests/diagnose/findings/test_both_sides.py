@@ -680,6 +680,12 @@ def of_loss_graphs():
     def seen(name, count, more=None):
         return counted(50, more, **{name: count, f"{name} relu at a.py:7 makes it": count})
 
+    def summed(samples=4, steps=200, last=None):
+        text = "summed_term sum at a.py:7 makes one number of [64, 4]"
+        calls = {"summed_term": 1, text: 1}
+        measured = [sampled(norm=1.0, calls=calls)] * samples + [sampled(norm=1.0)] * bool(last)
+        return Evidence(steps, 0, measured=tuple(measured), events=Events().after(calls))
+
     places = (
         "absorbed",
         "twice",
@@ -703,6 +709,11 @@ def of_loss_graphs():
         ("A cross entropy is negative", [counted(9, negative=2)], [counted(9, negative=1)]),
         ("The loss of actor is 0", [in_turns(4)], [in_turns(3)]),
         ("lasts=100", [in_turns(4)], []),
+        (
+            "sum at a.py:7 makes one number of [64, 4]. The sum may outweigh",
+            [summed()],
+            [summed(3), summed(steps=199), summed(last="other")],
+        ),
         ("in order (class 1, then 2, then 0)", [by_class((0,), (1,), (2,), (0,))], []),
         (
             "the data is sorted by class",

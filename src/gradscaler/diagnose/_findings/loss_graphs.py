@@ -6,7 +6,7 @@ from collections import Counter
 
 from gradscaler.diagnose._findings.detector import Detector, Phase, Role, detector
 from gradscaler.diagnose._findings.evidence import Evidence
-from gradscaler.diagnose._record.events import Event
+from gradscaler.diagnose._record.events import Event, Events
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.thresholds import (
     EARLY_SAMPLES,
@@ -15,6 +15,8 @@ from gradscaler.diagnose._record.thresholds import (
     LEAST_CLASSES,
     LISTED,
     LONG,
+    SUMMED_FROM,
+    SUMMED_SAMPLES,
 )
 
 
@@ -258,6 +260,27 @@ unregistered = _at_a_place(
     "Keep layers in nn.ModuleList or nn.ModuleDict, parameters in nn.ParameterList, and make the "
     "optimizer after them; or call requires_grad_(False) on those that are meant to stay.",
 )
+
+
+@detector(Phase.MODE)
+def summed_beside_mean(evidence: Evidence) -> Finding | None:
+    """A sum over the batch beside a mean, in a training whose outputs stay one for all rows."""
+    late = evidence.measured[-SUMMED_SAMPLES:]
+    seen = [Events().after(each.calls).count(Event.SUMMED_TERM) for each in late]
+    if len(seen) < SUMMED_SAMPLES or not all(seen) or evidence.steps < SUMMED_FROM:
+        return None
+    place = evidence.events.place(Event.SUMMED_TERM)
+    return Finding(
+        "misuse",
+        f"The loss adds a sum over all numbers of a batch to a mean: {place}. The sum may outweigh "
+        "the mean, whose outputs hardly differ from row to row, though its targets do (a collapsed "
+        "posterior).",
+        "Reduce both alike, as by sum(1).mean() and by reduction='sum' divided by the number of "
+        "rows; or weigh the sum by a small factor.",
+        line=place.partition(" at ")[2].partition(" makes ")[0] or None,
+        count=len(seen),
+        is_certain=False,
+    )
 
 
 @detector(Phase.MODE)

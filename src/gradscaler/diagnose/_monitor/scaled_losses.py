@@ -27,6 +27,7 @@ from gradscaler.diagnose._graph.paired_products import paired_in
 from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.summands import adds_a_constant, subtracted_in, summands_of
 from gradscaler.diagnose._graph.weighted_terms import weighted_in
+from gradscaler.diagnose._graph.summed_terms import summed_in
 from gradscaler.diagnose._graph.wrong_axes import wrong_axes_in
 from gradscaler.diagnose._graph.zero_losses import ends_of, is_at_floor, is_margin
 from gradscaler.diagnose._monitor.compared import classes_of, targets_of
@@ -113,6 +114,10 @@ class ScaledLosses:
                 self._note(Event.BROADCAST, node, line_of(loss, node), sizes)
         if (weighted := weighted_in(loss.grad_fn)) is not None:
             self._note(Event.WEIGHTED, weighted, line_of(loss, weighted))
+        with suppress(Exception):  # what it compares may be of any kind
+            if (summed := summed_in(loss.grad_fn)) is not None:
+                node, sizes = summed
+                self._note(Event.SUMMED_TERM, node, line_of(loss, node), sizes)
         if (paired := paired_in(loss.grad_fn)) is not None:
             node, sizes = paired
             self._note(Event.PAIRED, node, line_of(loss, node), sizes)

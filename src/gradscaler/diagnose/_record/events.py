@@ -110,6 +110,8 @@ class Event(Enum):
     PAIRED = "paired", "scaled_losses", "loss_graphs"
     # A product in it weighs what is trained by numbers without a gradient, such as rewards.
     WEIGHTED = "weighted", "scaled_losses", "learning"
+    # It adds a sum over the batch to a mean, whose outputs are the same in all rows.
+    SUMMED_TERM = "summed_term", "scaled_losses", "loss_graphs"
     # An operation, at its line, that passes no gradient on, in a step that lacks some.
     PASSES_NONE = "passes_none", "recorder", "__init__"
     MARGIN = "margin", "scaled_losses", "learning"  # it is a mean of what a relu or clamp leaves

@@ -101,6 +101,13 @@ LEAST_CLASSES = 3
 # their mean has, in samples of the later half of a run. Batches of 64 differ by 2 %, and a slow
 # training has left it: `test_a_regression_that_is_slow_is_not_told_to_give_a_mean`.
 NEAR_VARIANCE, LATE_SAMPLES = 0.05, 3
+# The least factor of a sum over a batch beside a mean, which is a part of it in 16 rows; a penalty
+# that is chosen has 0.1 or less. And the variance of outputs from row to row, beside that of their
+# targets: a model that has begun to tell rows apart is above it in 200 steps:
+# `test_a_sum_beside_a_mean_that_learns_is_not_told`.
+LEAST_SUM_WEIGHT, SAME_ROWS = 0.5, 0.02
+# Samples in a row, and steps of the run, as any model begins with one output for all rows.
+SUMMED_SAMPLES, SUMMED_FROM = 4, 200
 # Times the outputs, at the end, and 1: targets that outputs with a mean of 0 must reach.
 FAR_TARGETS = 100.0
 # Times the loss of a guess, which a first cross entropy has. That of inputs from 0 to 255 is as
