@@ -198,12 +198,82 @@ def test_the_last_step_along_the_batch_of_a_recurrent_layer_is_told(name):
     assert (found.kind, found.line) == ("misuse", line_with(name))
     order = "[batch, time, features]" if name == "first" else "[time, batch, features]"
     assert f"read as {order}" in found.cause
-    assert "batch_first=True" in found.action
+    assert "Set batch_first" in found.action
 
 
 @pytest.mark.parametrize("name", NOT_POOLED)
 def test_the_last_step_along_time_is_not_told(name):
     assert "read as [" not in judged(NOT_POOLED[name]).text
+
+
+ENCODER = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.1)
+EARLY_ENCODER = nn.TransformerEncoderLayer(WIDTH, 2, 8, batch_first=True, norm_first=True)
+STACK = nn.TransformerEncoder(ENCODER, 2, enable_nested_tensor=False)
+ATTENTION = nn.MultiheadAttention(WIDTH, 2)
+
+
+def encoded(layer, model, x):
+    """What an encoder of its own makes of a sequence that the model has embedded."""
+    return layer(model.value(x))
+
+
+def attention(model, x, **options):
+    rows = model.value(x)
+    return ATTENTION(rows, rows, rows, **options)[0]
+
+
+def own_attention(model, x):
+    query, key, value = (
+        layer(x).view(BATCH, TIME, 2, WIDTH // 2).transpose(1, 2)
+        for layer in (model.query, model.key, model.value)
+    )
+    out = nn.functional.scaled_dot_product_attention(query, key, value)
+    return model.query(out.transpose(1, 2).reshape(BATCH, TIME, WIDTH))
+
+
+def of_patches(model, x):
+    """The mean over 3 patches, of an attention over time within each."""
+    return own_attention(model, x).view(4, 3, TIME, WIDTH).mean(1)
+
+
+ATTENDED = {
+    "encoder": lambda m, x: of_last(m, encoded(ENCODER, m, x).mean(1)),  # encoder
+    "stack": lambda m, x: of_last(m, encoded(STACK, m, x)[:, 0]),  # stack
+    "weights": lambda m, x: of_last(m, attention(m, x).mean(1)),  # weights
+    "no weights": lambda m, x: of_last(m, attention(m, x, need_weights=False)[:, 2]),  # no weights
+    "early": lambda m, x: of_last(m, encoded(EARLY_ENCODER, m, x.transpose(0, 1)).mean(0)),  # early
+}
+NOT_ATTENDED = {
+    "right": lambda m, x: of_last(m, encoded(EARLY_ENCODER, m, x).mean(1)),
+    "first place": lambda m, x: of_last(m, encoded(EARLY_ENCODER, m, x)[:, 0]),
+    "time first": lambda m, x: of_last(m, encoded(STACK, m, x.transpose(0, 1)).mean(0)),
+    "turned back": lambda m, x: of_last(m, attention(m, x.transpose(0, 1)).transpose(0, 1).mean(1)),
+    "own": lambda m, x: of_last(m, own_attention(m, x).mean(1)),
+    "patches": lambda m, x: of_patches(m, x).square().mean(),
+    "each row": lambda m, x: of_last(
+        m,
+        torch.stack(
+            [
+                out[:, n].mean(0)
+                for out in [encoded(ENCODER, m, x.transpose(0, 1))]
+                for n in range(BATCH)
+            ]
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ATTENDED)
+def test_a_mean_along_the_batch_of_an_attention_is_told(name):
+    found = judged(ATTENDED[name]).findings[0]
+    assert (found.kind, found.line) == ("misuse", line_with(name))
+    order = "[batch, time, features]" if name == "early" else "[time, batch, features]"
+    assert f"read as {order}" in found.cause
+
+
+@pytest.mark.parametrize("name", NOT_ATTENDED)
+def test_a_mean_along_the_time_of_an_attention_is_not_told(name):
+    assert "read as [" not in judged(NOT_ATTENDED[name]).text
 
 
 def contrast(one, other):

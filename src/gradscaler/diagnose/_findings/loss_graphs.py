@@ -171,10 +171,10 @@ pooled_batch = _at_a_place(
     Phase.LOSS,
     Event.POOLED_BATCH,
     "misuse",
-    "A recurrent layer's output is reduced over what it reads as the batch, not over time: "
-    "{place}. So the rows of a batch are steps in time to it.",
-    "If inputs are [batch, time, features], set batch_first=True; else take out[-1] or "
-    "out.mean(0).",
+    "The output of a recurrent layer or an attention is reduced over what it reads as the batch, "
+    "not over time: {place}.",
+    "Set batch_first to the order of the inputs (True for [batch, time, features]), and reduce "
+    "over time: over dim 1 then, else over dim 0.",
 )
 whole_norm = _at_a_place(
     Phase.LOSS,
