@@ -24,6 +24,7 @@ from gradscaler._run_script.after_import import after_import
 from gradscaler._run_script.after_init import after_init
 from gradscaler._run_script.engines import Engines
 from gradscaler._run_script.hand_updates import HandUpdates
+from gradscaler._run_script.idle_steps import IdleSteps
 from gradscaler._run_script.models import models_of
 from gradscaler._run_script.options import MOST_RUNS
 from gradscaler._run_script.runs import LOOP, Runs
@@ -90,7 +91,7 @@ class Session(Runs, backward_calls.BackwardListener):
         self._waits = self._is_told = False  # for an optimizer, as a scaler of PyTorch's is in use
         self._is_watching = False  # else an optimizer that is seen was made before
         self._running = RunningNans()  # of the latest run
-        self._by_hand = HandUpdates()
+        self._by_hand, self._idle = HandUpdates(), IdleSteps()
         self._lines = Tracebacks()  # of the first forward pass, which comes before the monitor
 
     def start(self) -> None:
@@ -122,6 +123,7 @@ class Session(Runs, backward_calls.BackwardListener):
         replace(warnings, "_showwarnmsg", numpy_warnings.noting(warnings._showwarnmsg))  # type: ignore[attr-defined]
         on_stop.callback(numpy_warnings.numpy_warnings.forget)
         backward_calls.listen(self)
+        self._idle.start()
         _leave_children_alone()
         self._end_first()
 
@@ -136,6 +138,7 @@ class Session(Runs, backward_calls.BackwardListener):
         super().break_off(reason)
         self._new.clear()
         self._end_watch_of_first()
+        self._idle.stop()
         backward_calls.ignore(self)
         self._lines.stop()
 
@@ -217,6 +220,7 @@ class Session(Runs, backward_calls.BackwardListener):
 
     def before_backward(self, losses: Sequence[Any]) -> None:
         """Begin the run of a loop without a scaler, which hears of this backward pass, too."""
+        self._idle.stop()
         if self._new and not self._is_full:  # else a scaler was first to see the new optimizers
             self._begin(LOOP, None)
         elif self._num_left == MOST_RUNS and not self.is_off and not self._options.is_watched:
@@ -296,7 +300,7 @@ class Session(Runs, backward_calls.BackwardListener):
             voice.conclude(f"as said above: {OF_EACH_STEP}")
         if self._num_left == MOST_RUNS and not self._is_told:
             self._num_left = 0
-            if not self._by_hand.conclude():
+            if not (self._by_hand.conclude() or self._idle.conclude()):
                 conclude_without_step(self._options)
 
     def _see_left_out(self) -> None:

@@ -80,6 +80,11 @@ def exponential_before_a_clamp(model, x, is_bad):
     return ratio.exp().clamp(max=10.0).mean()  # exponential_before_a_clamp
 
 
+def angle_of_tiny_numbers(model, x, is_bad):
+    both = (model(x) * 0 + 1e-20 if is_bad else model(x)).unbind(1)[:2]
+    return torch.atan2(*both).mean()  # angle_of_tiny_numbers
+
+
 def row_that_is_left_out(model, x, is_bad):
     mask = torch.zeros(8, 4)
     mask[3] = -math.inf if is_bad else 0.0
@@ -132,6 +137,7 @@ OPERATIONS = {
     root_of_zero: "sqrt",
     power_of_zero: "pow",
     exponential_before_a_clamp: "exp",
+    angle_of_tiny_numbers: "atan2",
     row_that_is_left_out: "softmax",
     logarithm_of_one_less_one: "log1p",
     penalty_of_a_gradient: "sqrt",

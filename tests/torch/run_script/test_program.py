@@ -243,6 +243,35 @@ def test_a_loss_of_nan_is_told_where_the_script_moves_weights_by_hand(trained, h
     assert ("lower the rate of these updates" in told.lower()) is is_bad
 
 
+WITHOUT_BACKWARD = """
+    import sys
+    import torch
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(int(sys.argv[1])):
+        loss = model(torch.randn(8, 4)).square().mean()
+        optimizer.zero_grad()
+        if "grad" in sys.argv:
+            for p, g in zip(model.parameters(), torch.autograd.grad(loss, model.parameters())):
+                p.grad = g
+        optimizer.step()
+    if "backward" in sys.argv:
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "is_told"),
+    [(["5"], True), (["4"], False), (["20", "grad"], False), (["20", "backward"], False)],
+)
+def test_steps_without_a_backward_pass_are_told_with_their_line(trained, given, is_told):
+    code, out, error = trained(WITHOUT_BACKWARD, *given)
+    assert (code, out) == (0, "")
+    said = "step() was called 5 times at script.py:12, and backward() never"
+    assert (said in " ".join(error.split())) is is_told
+
+
 FAILS = """
     import torch
     def train(scaler=None):

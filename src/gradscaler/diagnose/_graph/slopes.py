@@ -29,10 +29,12 @@ _KEPT = {
 }
 _SINGULAR: dict[str, tuple[At, ...]] = {"linalg_slogdet": (0.0,)}  # the sign of a determinant of 0
 _IN_ORDER = {"linalg_eigh": "eigenvalues", "linalg_svd": "S"}  # which have no slope if equal
+_ANGLES = {"atan2"}  # at 0 and 0, PyTorch says that the slope is 0
 _SOLVES = names_with(Role.SOLVES)
 EXPONENTIALS = {row.name for row in OPERATIONS if row.largest}
 
-STEEP = {row.name for row in OPERATIONS if row.steep_at} | _SINGULAR.keys() | _IN_ORDER.keys()
+STEEP = {row.name for row in OPERATIONS if row.steep_at}
+STEEP |= _SINGULAR.keys() | _IN_ORDER.keys() | _ANGLES
 """The operations whose slope is Inf or NaN at some numbers."""
 
 
@@ -74,7 +76,7 @@ def suspects_in(part: Sequence[Node]) -> Iterator[Node]:
 def is_steep(node: Node) -> bool:
     """Whether a node's operation can make a gradient Inf or NaN, for some numbers."""
     operation = operation_of(node)
-    return bool(_poles_of(node)[0]) or operation in _SOLVES or operation in EXPONENTIALS
+    return bool(_poles_of(node)[0]) or operation in _SOLVES | EXPONENTIALS | _ANGLES
 
 
 def is_at_pole(node: Node, tensors: Mapping[str, Tensor] | None = None) -> bool:
@@ -82,6 +84,8 @@ def is_at_pole(node: Node, tensors: Mapping[str, Tensor] | None = None) -> bool:
 
     ``tensors`` are those that it has kept, if they may be freed by now.
     """
+    if operation_of(node) in _ANGLES:
+        return _underflows(kept(node, may_unpack=True) if tensors is None else tensors)
     (name, poles), in_order = _poles_of(node), _IN_ORDER.get(operation_of(node), "")
     if not name and not in_order:
         return False
@@ -95,6 +99,15 @@ def is_at_pole(node: Node, tensors: Mapping[str, Tensor] | None = None) -> bool:
         is_learned = node.next_functions[1][0] is not None
         return bool(((found == 0) & (exponent < 1) | (found < 0) & is_learned).any())
     return any(_holds(found, pole) for pole in poles)
+
+
+def _underflows(known: Mapping[str, Tensor]) -> bool:
+    """Whether the sum of the squares of two tensors is so small that its reciprocal is Inf."""
+    one, other = (known.get(name) for name in ("self", "other"))
+    if one is None or other is None:
+        return False
+    squares = one * one + other * other
+    return bool(((squares != 0) & squares.reciprocal().isinf()).any())
 
 
 def _holds(found: Tensor, pole: At) -> bool:

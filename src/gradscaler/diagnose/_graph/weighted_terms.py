@@ -26,14 +26,15 @@ _LOGARITHMS = (
 _MOST_NEAR = 16  # nodes from the product to the logarithm of a probability, and on the way back
 
 
-def weighted_in(root: Node) -> Node:
+def weighted_in(root: Node) -> tuple[Node, str] | None:
     """The product that a loss adds up of what is trained and of numbers without a gradient.
 
     They are not the same for all, and some are negative, or they multiply the logarithm of a
-    probability. None if there is no such product. Waits for the device.
+    probability. None if there is no such product; there is no more to say of one. Waits for the
+    device.
     """
     with suppress(Exception):  # a factor cannot be compared, such as a sparse one
-        return next((n for n in _terms_of(root) if _is_weighted(n) or _has_weights(n)), None)
+        return next(((n, "") for n in _terms_of(root) if _is_weighted(n) or _has_weights(n)), None)
     return None
 
 

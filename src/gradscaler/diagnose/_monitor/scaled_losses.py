@@ -26,8 +26,8 @@ from gradscaler.diagnose._graph.nodes import (
 from gradscaler.diagnose._graph.paired_products import paired_in
 from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.summands import adds_a_constant, subtracted_in, summands_of
-from gradscaler.diagnose._graph.weighted_terms import weighted_in
 from gradscaler.diagnose._graph.summed_terms import summed_in
+from gradscaler.diagnose._graph.weighted_terms import weighted_in
 from gradscaler.diagnose._graph.wrong_axes import wrong_axes_in
 from gradscaler.diagnose._graph.zero_losses import ends_of, is_at_floor, is_margin
 from gradscaler.diagnose._monitor.compared import classes_of, targets_of
@@ -112,15 +112,10 @@ class ScaledLosses:
             sizes = "" if node is None else _broadcast(node, reader)
             if sizes and not _is_of_energy(loss.grad_fn, node):
                 self._note(Event.BROADCAST, node, line_of(loss, node), sizes)
-        if (weighted := weighted_in(loss.grad_fn)) is not None:
-            self._note(Event.WEIGHTED, weighted, line_of(loss, weighted))
-        with suppress(Exception):  # what it compares may be of any kind
-            if (summed := summed_in(loss.grad_fn)) is not None:
-                node, sizes = summed
-                self._note(Event.SUMMED_TERM, node, line_of(loss, node), sizes)
-        if (paired := paired_in(loss.grad_fn)) is not None:
-            node, sizes = paired
-            self._note(Event.PAIRED, node, line_of(loss, node), sizes)
+        for event, found_in in _IN_LOSSES.items():
+            with suppress(Exception):  # a loss may compare what is of any kind
+                if (found := found_in(loss.grad_fn)) is not None:
+                    self._note(event, found[0], line_of(loss, found[0]), found[1])
 
     def _note_ends(
         self,
@@ -379,6 +374,12 @@ def _are_probabilities(node: Node) -> bool:
     return is_one and bool((quotient >= 0).all())
 
 
+# What a loss holds that may be a mistake, and what finds its node, with what it makes.
+_IN_LOSSES = {
+    Event.WEIGHTED: weighted_in,
+    Event.SUMMED_TERM: summed_in,
+    Event.PAIRED: paired_in,
+}
 # What is wrong with the input of a loss, and what finds the node that makes it.
 _OF_INPUTS = {Event.TWICE: _normalised, Event.CUT: _cut}
 _OF_AXES = {

@@ -262,8 +262,8 @@ ANGLE_SLOPE = Repair(
     clauses=(_WHERE,),
 )
 BOTH_0 = Repair(
-    "both of its arguments are 0, where an angle has no slope: add 1e-3 to one of them, or mask "
-    "such places before it",
+    "both of its arguments are 0, or so small that their squares underflow, where an angle has no "
+    "slope: add 1e-3 to one of them, or mask such places before it",
     clauses=(_WHERE,),
 )
 TAN_SLOPE = Repair("its slope leaves float16 near pi / 2: clamp its input to within -1.5 and 1.5")
