@@ -41,7 +41,7 @@ LOG = Located(None, "forward", "", "float32", 1, 0, 8, 1.0, 255.0, operation="lo
 LOADED = {"events": Events().after({"loaded": 1, "loaded a.py:7": 1})}
 MARGIN = {"events": Events().after({"margin": 2, "margin relu": 2})}
 ADDED_UP = {"added_up": 2, "added_up 16": 2}
-CALLS = "step", "backward", "clip", "eval", "schedule", "optimizer"
+CALLS = "step", "backward", "clip", "eval", "zero", "schedule", "optimizer"
 LINES = Optimizers(lines={call: f"{call}.py:7" for call in CALLS})
 
 
@@ -117,9 +117,19 @@ def of_calls():
     def in_single(steps, dtype="float32", **more):
         return Evidence(steps, 0, scale=1.0, backward=frozenset({dtype}), **more)
 
+    def zeroed(count, of):
+        seen = [sampled(norm=1.0, calls={"zeroed": 1} if n < count else {}) for n in range(of)]
+        more = {"optimizers": LINES, "measured": tuple(seen)}
+        return counted(50, more, **{"zeroed": count, "zeroed 7 of 8": count})
+
     overflowed = {"first": Step(1, 2.0**16, skipped=True)}
     fine = {"first": Step(1, 2.0**16, skipped=False)}
     return [
+        (
+            "7 of 8 backward passes ... at zero.py:7, so ... count=3",
+            [zeroed(3, 3), zeroed(3, 4)],
+            [zeroed(2, 2), zeroed(3, 5), zeroed(7, 10)],
+        ),
         ("called 5 times beside ... count=5", [counted(9, repeated=5)], [counted(9, repeated=4)]),
         (
             "called 1 time beside ... count=1",

@@ -17,7 +17,7 @@ def evaluate(model):
 
 def train(model, optimizer, scheduler):
     for loss in ():
-        loss.backward()
+        loss.backward(), optimizer.zero_grad()
     clip_grad_norm_(model.parameters(), 1.0)
     step(optimizer)
     scheduler.step()
@@ -60,6 +60,7 @@ def test_each_call_has_its_line():
     assert lines_in(LOOP) == {
         "step": f"{FILE}:10",
         "backward": f"{FILE}:8",
+        "zero": f"{FILE}:8",
         "clip": f"{FILE}:9",
         "schedule": f"{FILE}:11",
         "eval": f"{FILE}:3",  # in a function that does not lead to the step

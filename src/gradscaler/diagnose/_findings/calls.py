@@ -24,9 +24,11 @@ from gradscaler.diagnose._record.thresholds import (
     HALF,
     LARGEST_CLIP,
     MANY,
+    MOST,
     SAME_NORM,
     SCALE_JUMPED,
     WARM_UP,
+    ZEROED_SAMPLES,
 )
 
 
@@ -166,6 +168,25 @@ def unzeroed(evidence: Evidence) -> Finding | None:
         f"{evidence.at('step')}; with micro-batches, call {step} once, after the last one.",
         where,
         line=evidence.line_of("step"),
+        count=count,
+    )
+
+
+@detector(Phase.MISUSE)
+def zeroed(evidence: Evidence) -> Finding | None:
+    """Backward passes whose gradients are zeroed before the next one, as of micro-batches."""
+    seen = [Events().after(each.calls).count(Event.ZEROED) > 0 for each in evidence.measured]
+    places = evidence.events.places(Event.ZEROED)
+    passes, count = next(iter(places.items()), ("", 0))
+    if count < ZEROED_SAMPLES or sum(seen) < MOST * len(seen):
+        return None
+    call = "zero" if evidence.at("zero") else "backward"
+    return Finding(
+        "misuse",
+        f"In {count} samples, {passes} backward passes of a step lost their gradients, which were "
+        f"zeroed before the next one{evidence.at(call)}, so the step used only those of the last.",
+        "For micro-batches, zero the gradients once a step, before the first one.",
+        line=evidence.line_of(call),
         count=count,
     )
 

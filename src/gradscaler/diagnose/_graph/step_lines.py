@@ -13,6 +13,7 @@ _CALLS = {
     "backward": ("backward",),
     "clip": ("clip_grad_norm_", "clip_grad_value_"),
     "eval": ("eval",),
+    "zero": ("zero_grad",),
 }
 
 

@@ -164,7 +164,11 @@ class HeldParameters:
 
     def known(self) -> set[int]:
         """The ids of the model's parameters, and of those that optimizers hold, if known."""
-        return self._own().union(*self._held.values(), _held_by_made())
+        return self._own() | self.by_optimizers() | _held_by_made()
+
+    def by_optimizers(self) -> set[int]:
+        """The ids of the parameters that optimizers hold."""
+        return set[int]().union(*self._held.values())
 
     def is_held_late(self) -> bool:
         """Whether an optimizer holds by now what none held at the latest sample."""
@@ -218,7 +222,7 @@ class HeldParameters:
         replaced. One whose optimizer was made may be stepped later, as every tenth time.
         """
         named = {} if self._model is None else dict(self._model.named_parameters())
-        held = set[int]().union(*self._held.values())
+        held = self.by_optimizers()
         places = [place for place, p in enumerate(named.values()) if id(p) in held]
         is_replaced = self._is_late or not self._first_own <= set(map(id, named.values()))
         first = -1 if is_replaced or not places else places[0]

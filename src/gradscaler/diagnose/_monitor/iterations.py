@@ -16,6 +16,7 @@ from gradscaler.diagnose._monitor.gradient_check import HostCopy, LateCheck
 from gradscaler.diagnose._monitor.gradient_sample import GradientSample, fields_of, is_sampled
 from gradscaler.diagnose._monitor.scaled_losses import ScaledLosses
 from gradscaler.diagnose._monitor.step_log import Observations, StepLog
+from gradscaler.diagnose._monitor.zeroed_passes import ZeroedPasses
 from gradscaler.diagnose._record.events import Counted, Event
 from gradscaler.diagnose._record.lines import Optimizers
 from gradscaler.diagnose._record.step import Step
@@ -46,6 +47,7 @@ class Iteration:
     unscaled: list[str] = field(default_factory=list)  # see Optimizers
     num_losses: int = 0
     kind: type | None = None  # of the node that the latest loss has in PyTorch
+    passes: ZeroedPasses = field(default_factory=ZeroedPasses)  # likewise
     batch: tuple[int, int] | None = None  # see BadStep
     added_to: dict[str, Tensor] = field(default_factory=dict)  # magnitudes, by optimizers' names
     checks: list[LateCheck] = field(default_factory=list)  # without a scaler, on a device

@@ -43,7 +43,7 @@ from gradscaler.diagnose._monitor.training_mode import TrainingMode
 from gradscaler.diagnose._record.events import Counted, Event
 from gradscaler.diagnose._record.lines import BadStep
 from gradscaler.diagnose._record.step import Step
-from gradscaler.diagnose._record.thresholds import PHASES
+from gradscaler.diagnose._record.thresholds import LEAST_ZEROED, PHASES
 from gradscaler.outcome import HISTORY_LENGTH, StepOutcome
 
 MethodT = TypeVar("MethodT", bound=Callable[..., None])
@@ -110,6 +110,7 @@ class EagerObserver(StepSource):
         self._sees_graph = sees_operations
         self._began_anew = ByIdentity[None]()  # optimizers that had no state before a step
         self._mode = TrainingMode(self.model if is_torch else None)
+        self._num_losses = 0  # of the latest step
         self._updated = self.log.counts.step  # the last step whose `updating` ended
         # Of the latest step: the operation that its loss ends in, and the ids of its optimizers.
         self._kind: tuple[type, set[int]] | None = None
@@ -135,7 +136,7 @@ class EagerObserver(StepSource):
         if iteration.is_sampled and self._sees_graph:
             iteration.scaled.note_scale(outputs)
             iteration.scaled.add(outputs, self._line_of)
-        iteration.kind = type(getattr(outputs, "grad_fn", None))
+from gradscaler.diagnose._record.thresholds import LEAST_ZEROED, PHASES
         self._see_terms(iteration, outputs)
         if iteration.is_first and not iteration.begun and self._held.has_moved():
             self._iterations.note_call(Event.STEPLESS)
@@ -150,6 +151,13 @@ class EagerObserver(StepSource):
         loss = loss.abs() if "complex" in str(loss.dtype).lower() else loss
         if 0 not in loss.shape:  # this process' part may be empty
             iteration.add_loss(alone(loss) if loss.ndim == 0 else loss.mean())
+
+    def _see_pass(self, iteration: Iteration, loss: Tensor) -> None:
+        """Look at a backward pass if steps have many."""
+        if self._num_losses < LEAST_ZEROED or self._is_in_step:
+            return
+        with suppress(Exception):
+            iteration.passes.before(loss, self._held.by_optimizers(), self._hooks)
 
     def _see_terms(self, iteration: Iteration, loss: Tensor) -> None:
         """Note a term of a loss that no gradient passes, or look for it in the next step."""
@@ -202,6 +210,15 @@ class EagerObserver(StepSource):
             self._iterations.latest.note(Event.MIXED)
         if self._sees_own_steps:
             self._looks.begin_scaled(optimizer)
+        if self._iterations.latest.is_sampled:
+            self._see_lost(self._iterations.latest, optimizer)
+
+    def _see_lost(self, iteration: Iteration, optimizer: object) -> None:
+        """Note backward passes before a step that have lost their gradients."""
+        with suppress(Exception):
+            if lost := iteration.passes.lost_before({id(p) for p in held_by(optimizer)}):
+                iteration.note(Event.ZEROED)
+                iteration.note(Event.ZEROED, f"{lost} of {lost + 1}")
 
     def _before_step(self, optimizer: object, scale: SupportsFloat | None) -> None:
         iteration = self._iterations.latest
@@ -442,6 +459,7 @@ class EagerObserver(StepSource):
             self._iterations.note_missed()
         iteration = self._iterations.latest
         if iteration.optimizers:  # none, if a script leaves out the step
+            self._num_losses = iteration.num_losses
             self.parameters.optimizers = list(iteration.optimizers.values())
             measured = iteration.measured.values()
             lacks_gradient = bool(measured) and any(each.lacks_gradient for each in measured)

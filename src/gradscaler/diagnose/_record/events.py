@@ -42,6 +42,8 @@ class Event(Enum):
     STAYED = "stayed", "step_log", "optimizers"
     # Samples: gradients that a backward pass made, and that were all 0 at the step.
     EMPTIED = "emptied", "loop_observer", "calls evidence"
+    # Samples: the gradients of all backward passes but the last were zeroed, unused: at "7 of 8".
+    ZEROED = "zeroed", "observer", "calls"
     # Gradients that a step had used were added to: at the module of the optimizer, too.
     UNZEROED = "unzeroed", "iterations", "calls"
 

@@ -147,8 +147,8 @@ class Optimizers:
         stood: for how many steps nothing has written to any of an optimizer's parameters, as far as
             samples show.
         lines: the lines of the calls that belong to a step, as far as the script's code shows
-            them: ``"step"``, ``"backward"``, ``"clip"``, ``"eval"`` and ``"schedule"``; and
-            ``"optimizer"``, that which made the latest optimizer.
+            them: ``"step"``, ``"backward"``, ``"clip"``, ``"eval"``, ``"zero"`` and
+            ``"schedule"``; and ``"optimizer"``, that which made the latest optimizer.
     """
 
     idle: Mapping[str, int] = field(default_factory=dict)

@@ -30,6 +30,13 @@ UNSTEPPED_LOSSES = 10
 # may add up the gradients of many, and is left out, with new gradients, only after the last one.
 STAYED_PASSES = 50
 EMPTIED_SAMPLES = 2  # whose gradients were all set to 0; one may be a batch that a clip left out
+# Backward passes of a step, of which all but the last lose their gradients, and samples of this in
+# most steps. Gradients may be read before they are zeroed, as for the information of weights now
+# and then: `zeroed_now_and_then`.
+LEAST_ZEROED, ZEROED_SAMPLES = 3, 3
+# Times the elements that losses before are made from: passes of single rows, whose gradients are
+# read, and then one of the batch, of four rows at least: `of_single_rows`. Micro-batches are alike.
+LARGER_PASS = 4.0
 UNFED_SAMPLES = 4  # samples with a gradient of 0 for a weight, and with another for its bias
 MANY = 0.25  # of the steps; a loop may err in one of a few: `a_step_after_each_micro_batch`
 MOST = 0.75  # of the steps, as a schedule that ends too early has ended by then
