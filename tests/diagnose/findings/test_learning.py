@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from gradscaler import NonfiniteGradient
 from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import Evidence, Way
 from gradscaler.diagnose._record.events import Events
-from gradscaler.diagnose._record.lines import Optimizers, Sample, Targets
+from gradscaler.diagnose._record.lines import Optimizers, Sample, Skip, Targets
 from gradscaler.diagnose._record.step import Step
 from gradscaler.diagnose._record.thresholds import LONG
 
@@ -362,3 +363,41 @@ def test_what_an_optimizer_holds_later_is_not_said_to_be_held_by_none():
     unheld = {"unheld": 2, "unheld Linear.weight": 2}
     assert "neither the model" in told(FELL, events=Events().after(unheld))
     assert told(FELL, events=Events().after({**unheld, "held_late": 1})) == told(FELL)
+
+
+@pytest.mark.parametrize(
+    ("scales", "falls", "nan", "every", "is_told"),
+    [
+        (2, True, 0, 12, False),
+        (2, True, 2, 12, True),  # the NaN of a batch, which no scale cures
+        (2, False, 0, 12, True),
+        (1, True, 0, 12, True),
+        (2, True, 0, 4, True),
+    ],
+    ids=["backs off", "is NaN", "stays", "is fixed", "fails often"],
+)
+def test_steps_after_which_an_own_loss_scale_falls_are_no_bad_batches(
+    scales, falls, nan, every, is_told
+):
+    loss, past, skips = 2.0**14, [], []
+    for number in range(1, 121):
+        is_skipped = number % every == 0
+        past.append(Step(number, 1.0, is_skipped, loss))
+        if is_skipped:
+            bad = NonfiniteGradient("fc.weight", (2,), "float32", 2 - nan, nan, 1.0)
+            skips.append(Skip(number, 1.0, loss, (bad,)))
+            loss /= 2 if falls else 1
+    calls = {"by_hand": 3, **{f"by_hand {2**n}": 1 for n in range(9, 9 + scales)}}
+    evidence = Evidence(
+        120,
+        len(skips),
+        past=tuple(past),
+        first=past[0],
+        inspected=tuple(skips),
+        events=Events().after(calls),
+        backward=frozenset({"float16", "float32"}),
+        has_scaler=False,
+        scale=1.0,
+    )
+    text = judge(evidence).text
+    assert ("own loss scale may settle so" in text) != is_told, text

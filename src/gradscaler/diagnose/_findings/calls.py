@@ -17,7 +17,6 @@ from gradscaler.diagnose._record.thresholds import (
     ALMOST_ALL,
     EXACT,
     EXACT_POWER,
-    FELL_WITH_SCALE,
     FEW_CALLS,
     FEW_EVENTS,
     FEW_SAMPLES,
@@ -253,7 +252,7 @@ def scaled_in_loss(evidence: Evidence) -> Finding | None:
     falls: list[Step] = []
     latest: list[Step] = []
     for before, after in pairwise(evidence.past):
-        is_fall = before.skipped and after.scale < before.scale and _falls(before, after)
+        is_fall = before.skipped and after.scale < before.scale and before.falls_to(after)
         latest = [*(latest or [before]), after] if is_fall else []
         falls = max(falls, latest, key=len)
     if len(falls) < FEW_CALLS:
@@ -277,13 +276,6 @@ def scaled_in_loss(evidence: Evidence) -> Finding | None:
         steps=(first.step, last.step),
         count=len(falls),
     )
-
-
-def _falls(before: Step, after: Step) -> bool:
-    """Whether a finite loss fell from one step to the next, as one does that follows the scale."""
-    if not before.loss or not after.loss or before.has_bad_loss or after.has_bad_loss:
-        return False
-    return before.loss > FELL_WITH_SCALE * after.loss > 0
 
 
 @detector(Phase.MISUSE, needs_scaler=True, in_streak=Role.BESIDE)

@@ -168,7 +168,11 @@ class Evidence:
     @property
     def has_many_skips(self) -> bool:
         """Whether more steps were skipped than a loss scale needs to settle."""
-        return self.skipped > max(SETTLING_SKIPS, self.steps / 10)
+        return self.are_many_skips(self.skipped)
+
+    def are_many_skips(self, count: int) -> bool:
+        """Whether so many skips are more than a loss scale needs to settle."""
+        return count > max(SETTLING_SKIPS, self.steps / 10)
 
     @property
     def no_step_since(self) -> str:

@@ -25,6 +25,7 @@ from gradscaler.diagnose._findings.nan_skips import (
     nan_skips,
     uncured,
 )
+from gradscaler.diagnose._record.events import Event
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.located import BadGradient, Given, Located, Made
 from gradscaler.diagnose._record.step import Step
@@ -264,6 +265,7 @@ def unexplained(evidence: Evidence) -> list[Step]:
     found, growths = [], 0
     nan = {skip.step for skip in nan_skips(evidence)}
     alone = {skip.step for skip in uncured(evidence)}
+    backed_off = _backed_off(past[first:], evidence)
     num_close: Counter[float] = Counter()  # by scale
     for before, step in pairwise(past[first:]):
         growths += step.scale > before.scale
@@ -273,9 +275,23 @@ def unexplained(evidence: Evidence) -> list[Step]:
             has_inf = not step.has_bad_loss and step.step not in nan | alone
             is_close = has_inf and evidence.is_close_to_overflow(step, CLOSE_TO_OVERFLOW)
             num_close[step.scale] += is_close
+            if has_inf and step.step in backed_off:
+                continue
             if not is_close or num_close[step.scale] > FEW_EVENTS:
                 found.append(step)
     return found
+
+
+def _backed_off(past: Sequence[Step], evidence: Evidence) -> set[int]:
+    """The steps left out after which a script's own loss scale fell, as the loss shows that has it.
+
+    They are few where that scale settles, or grows and backs off.
+    """
+    if not evidence.is_scaled_by_hand or len(evidence.events.places(Event.BY_HAND)) < 2:
+        return set()
+    both = pairwise(past)
+    found = {step.step for step, after in both if step.skipped and step.falls_to(after)}
+    return set() if evidence.are_many_skips(len(found)) else found
 
 
 def when(steps: Sequence[Step], evidence: Evidence) -> str:

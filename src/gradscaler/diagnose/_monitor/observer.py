@@ -136,7 +136,8 @@ class EagerObserver(StepSource):
         if iteration.is_sampled and self._sees_graph:
             iteration.scaled.note_scale(outputs)
             iteration.scaled.add(outputs, self._line_of)
-from gradscaler.diagnose._record.thresholds import LEAST_ZEROED, PHASES
+            self._see_pass(iteration, outputs)
+        iteration.kind = type(getattr(outputs, "grad_fn", None))
         self._see_terms(iteration, outputs)
         if iteration.is_first and not iteration.begun and self._held.has_moved():
             self._iterations.note_call(Event.STEPLESS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from gradscaler.diagnose._record.thresholds import FELL_WITH_SCALE
 from gradscaler.outcome import NonfiniteGradient
 
 
@@ -45,6 +46,12 @@ class Step(NamedTuple):
         if self.scale <= 1:
             return self.skipped or bool(found)
         return bool(found) and not any(each.num_inf for each in found)
+
+    def falls_to(self, after: Step) -> bool:
+        """Whether a finite loss fell from this step to another, as one that follows the scale."""
+        if not self.loss or not after.loss or self.has_bad_loss or after.has_bad_loss:
+            return False
+        return self.loss > FELL_WITH_SCALE * after.loss > 0
 
 
 class Before(NamedTuple):
