@@ -472,6 +472,19 @@ def of_learning():
         alike = sampled(parameters={"a.w": gradients(0.0, first=0)}, norm=later)
         return told([2.0] * 120, sample=alike, measured=(seen, alike), events=events)
 
+    def crawls(weight=1.004, end=1.0, start=0.0, rate=1e-4, steps=120, **more):
+        """A mean square error near the variance of its targets, which falls to a share of itself.
+
+        A part of the fall is in the first half.
+        """
+        half, fall = steps // 2, 1.0 - end
+        slopes = [(0.5 + start) * fall / half] * half + [(0.5 - start) * fall / half] * half
+        losses = [2.0 * each for each in accumulate(slopes[1:], sub, initial=1.0)]
+        seen = meaning(1.0).measured
+        found = Optimizers(weights=(1.0, weight))
+        rates = ((2, 1e-4), (steps, rate))
+        return told(losses, measured=seen, optimizers=found, rates=rates, **more)
+
     def of_event(**counts):
         return told([2.0] * 120, events=Events().after(counts))
 
@@ -624,11 +637,21 @@ def of_learning():
             [guessed(1.021), guessed(0.979)],
         ),
         (
-            "its mean square error stays at 2, the variance of its targets",
+            "its mean square error stays near 2, the variance of its targets",
             [meaning(1.045), meaning(0.955), meaning(1.05, 0.86), meaning(1.0, steps=100)],
             [
                 *(meaning(1.055), meaning(0.945), meaning(1.05, 0.85), meaning(1.0, steps=99)),
                 *(meaning(1.0, samples=4), meaning(1.0, variance=None)),
+            ],
+        ),
+        (
+            "and it falls steadily, while the norm of the weights has changed by ... 0.4% in 1 ... "
+            "at a learning rate of 0.0001. If it should fall faster, raise that rate",
+            [crawls(end=0.99), crawls(end=0.91, start=0.1), crawls(end=0.99, steps=100)],
+            [
+                *(crawls(1.006, end=0.99), crawls(end=0.99, start=0.25), crawls(end=1.001)),
+                *(crawls(end=0.88), crawls(end=0.99, rate=1.1e-4), crawls(end=0.99, steps=98)),
+                crawls(end=0.99, **LOADED),
             ],
         ),
         (

@@ -330,3 +330,65 @@ def test_a_cross_entropy_that_begins_near_a_guess_or_is_soon_there_is_not_told(
     deviation, rate, loss_of
 ):
     assert HIGH not in of_words(deviation, rate, loss_of)
+
+
+class Slow:
+    """A training on one batch, whose rate, targets and model are given."""
+
+    def __init__(self, optimizer=torch.optim.SGD, rate=1e-4, classes=0, depth=1, tanh=nn.ReLU):
+        layers = [layer for _ in range(depth) for layer in (nn.Linear(10, 10), tanh())]
+        self.model = nn.Sequential(*layers, nn.Linear(10, classes or 1))
+        self.optimizer = optimizer(self.model.parameters(), lr=rate)
+        self.inputs, self.classes = torch.randn(100, 10), classes
+        self.targets = self.inputs[:, :3].sum(1, keepdim=True)
+
+    def verdict(self, schedule=None):
+        with Monitor(None, self.model, tell=[].append) as monitor:
+            for step in range(110):
+                for group in self.optimizer.param_groups if schedule else ():
+                    group["lr"] = schedule(step)
+                self.optimizer.zero_grad()
+                self.loss(self.model(self.inputs)).backward()
+                self.optimizer.step()
+        return monitor.verdict.text
+
+    def loss(self, outputs):
+        if self.classes:
+            labels = (self.targets[:, 0] * 2).long() % self.classes
+            return cross_entropy(outputs, labels)
+        return mse_loss(outputs, self.targets)
+
+
+RAISE = "If it should fall faster, raise that rate"
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"classes": 5}, {"optimizer": torch.optim.Adam, "rate": 1e-6, "classes": 5}]
+)
+def test_a_rate_that_is_too_small_is_told_alone(how):
+    text = Slow(**how).verdict()
+    assert RAISE in text
+    assert "exchanged axes" not in text
+    assert "labels of other rows" not in text
+
+
+def shuffled(rate):
+    slow = Slow(rate=rate)
+    slow.targets = torch.randn(100, 1)
+    return slow.verdict()
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        lambda: shuffled(0.1),
+        lambda: shuffled(0.02),
+        lambda: Slow(rate=0.01).verdict(),
+        lambda: Slow(classes=5, rate=0.1).verdict(),
+        lambda: Slow(rate=0.001, depth=9, tanh=nn.Sigmoid).verdict(),
+        lambda: Slow().verdict(lambda step: 1e-6 * step),
+    ],
+    ids=["no relation", "slowly", "learns", "learns classes", "vanishing", "warm-up"],
+)
+def test_a_rate_that_is_not_the_cause_is_not_told(train):
+    assert RAISE not in train()

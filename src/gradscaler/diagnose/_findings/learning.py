@@ -16,6 +16,7 @@ from gradscaler.diagnose._record.thresholds import (
     CLIMBED,
     CLIMBED_LOADED,
     CLIPPED_AWAY,
+    CRAWLED,
     EARLY,
     EXPLODED,
     FAR_ABOVE_CHANCE,
@@ -158,7 +159,10 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
     if frozen:
         return f"{judged}. If it should have fallen, look at {_listed(frozen)}, {_FROZEN}."
     hint = _ignored(evidence) or _overwritten(evidence) or _unheld(evidence) or _clipped(evidence)
-    hint = hint or _tiny(evidence, values) or _guessed(evidence, fmean(values[-LATE:]))
+    hint = hint or _tiny(evidence, values)
+    latest = fmean(values[-LATE:])
+    if not hint and ((hint := _guessed(evidence, latest)) or _knows_nothing(evidence, latest)):
+        hint = _crawls(evidence, values) or hint
     hint = hint or _vanished(evidence) or _slow(evidence) or _constant(evidence, values)
     if so := f", {hint}" if hint else no_measure:
         return f"{judged}{so}"
@@ -437,6 +441,39 @@ def _slow(evidence: Evidence) -> str | None:
     )
 
 
+def _knows_nothing(evidence: Evidence, latest: float) -> bool:
+    """Whether a loss is above that of a guess, or of a model that gives the mean of its targets."""
+    seen = [(each.error, each.variance) for each in _late_targets(evidence) if each.variance]
+    is_above = bool(seen) and all(error > variance for error, variance in seen)
+    return is_above or 0 < _chance(evidence) < latest
+
+
+def _crawls(evidence: Evidence, losses: Sequence[float]) -> str | None:
+    """A hint if a loss falls in a straight line, as slowly as the weights move at a small rate.
+
+    Where that of a sound rate has come to a mean or a guess, it fell faster at first.
+    """
+    weights, rates = evidence.optimizers and evidence.optimizers.weights, evidence.rates
+    is_known = weights and weights[0] and rates and len(losses) == evidence.steps >= LONG
+    if not weights or not is_known or not 0 < rates[-1][1] <= rates[0][1]:  # no warm-up
+        return None
+    size = len(losses) // EARLY  # in as many parts, as losses of single batches differ
+    means = [fmean(losses[at : at + size]) for at in range(0, size * EARLY, size)]
+    first, middle, last = means[0], median(means), means[-1]
+    is_straight = middle - last >= HALF * (first - middle)
+    falls = all(after < before for before, after in pairwise(means)) and last > STOOD * first
+    change = abs(weights[1] - weights[0]) / weights[0]
+    if not falls or not is_straight or change > CRAWLED or evidence.events.count(Event.LOADED):
+        return None
+    if _clipped(evidence) or _vanished(evidence):
+        return None
+    return (
+        f"and it falls steadily, while the norm of the weights has changed by {100 * change:.2g}% in "
+        f"{evidence.steps} steps at a learning rate of {rates[-1][1]:g}. If it should fall faster, "
+        "raise that rate; if it diverges then, normalize the inputs."
+    )
+
+
 def _guessed(evidence: Evidence, latest: float) -> str | None:
     """A hint if a cross entropy stays where a guess is."""
     chance = _chance(evidence)
@@ -468,7 +505,9 @@ def _late_targets(evidence: Evidence) -> list[Targets]:
 def _of_outputs(evidence: Evidence, losses: Sequence[float]) -> str:
     """A clause if a loss is that of outputs that know nothing yet, whether it fell or not."""
     far = _far_below_targets(evidence)
-    return far or _gives_mean(evidence) or _began_high(evidence, losses)
+    if far or not (mean := _gives_mean(evidence)):
+        return far or _began_high(evidence, losses)
+    return f", {crawls}" if (crawls := _crawls(evidence, losses)) else mean
 
 
 def _far_below_targets(evidence: Evidence) -> str:
@@ -494,7 +533,7 @@ def _gives_mean(evidence: Evidence) -> str:
     if not seen or has_left or not abs(errors - spread) <= NEAR_VARIANCE * spread < math.inf:
         return ""
     return (
-        f", and its mean square error stays at {spread / len(seen):.3g}, the variance of its "
+        f", and its mean square error stays near {spread / len(seen):.3g}, the variance of its "
         "targets, as of a model that gives their mean. If it should have fallen further, look for "
         "inputs with exchanged axes (batch_first), targets of other rows, inputs that are not "
         "normalized, and too small a learning rate."

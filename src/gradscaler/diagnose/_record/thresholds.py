@@ -161,6 +161,9 @@ LARGEST_CLIP = 1e3  # the largest number that people clip gradients to
 CLIPPED_AWAY, STAYED = 100.0, 1e-3
 # Likewise, by a learning rate that is too small: one of 1e-6 in 100 steps of SGD changes 4e-6.
 HARDLY_MOVED = 1e-4
+# Likewise, where a loss that says that nothing was learned falls in a straight line: 2e-3 in 100
+# steps of SGD at 1e-4, whose loss falls by 1 %: `test_a_rate_that_is_too_small_is_told_alone`.
+CRAWLED = 5e-3
 # The norm of gradients, and the relative difference of losses that are one to six digits: layers
 # whose weights begin with a deviation of 0.01 or more leave more of both.
 TINY_NORM, SAME_LOSS = 1e-4, 1e-6
