@@ -7,6 +7,7 @@ from typing import Protocol
 from gradscaler._run_script.batches import prepared_by
 from gradscaler._run_script.voice import voice
 from gradscaler.diagnose import Located, Monitor
+from gradscaler.diagnose._findings.advice import of_result
 from gradscaler.diagnose._graph.guard import guard
 from gradscaler.diagnose._record.located import Given
 from gradscaler.diagnose._record.source import show_source_of
@@ -71,7 +72,8 @@ class StepWatch:
 
     def close(self) -> None:
         """Watch no more, as the run has ended, maybe in the step to watch or before it."""
-        self.stop("the run ended in it, and no operation had made an Inf or NaN", latest="")
+        nothing = "the run ended in it, and no operation had made an Inf or NaN"
+        self.stop(nothing, latest="", advises=True)
         steps = self._monitor.history[-1].step if self._monitor.history else 0
         if self._step:
             missed = f"so step {self._step:,} was not watched"
@@ -81,8 +83,12 @@ class StepWatch:
         self,
         nothing: str = "no operation made an Inf or NaN",
         latest: str = "no Inf or NaN reached a gradient; the latest: ",
+        advises: bool = False,
     ) -> None:
-        """Stop watching, and say what was seen, which may be no more than the -Inf of a mask."""
+        """Stop watching, and say what was seen, which may be no more than the -Inf of a mask.
+
+        ``advises`` says whether to say what to do, as no verdict does on a step that did not end.
+        """
         if self._is_on:
             step, self._is_on, self._step = self._step, False, 0
             self._search.stop()
@@ -93,6 +99,8 @@ class StepWatch:
             seen = located or (nothing if made is None else f"{latest}{made}")
             if isinstance(located, Given) and (source := prepared_by(step)):
                 seen = f"{seen}. It was {source}"
+            elif advises and (advice := of_result(located)):
+                seen = f"{seen}. {advice[0].upper()}{advice[1:]}."
             voice.note(f"step watched: {seen}")
             show_source_of(None if located is None else located.line)
             if located is not None and not getattr(self._search, "may_overflow", False):

@@ -439,6 +439,31 @@ def peaked(peak, end, added=0, first=1.0):
     return steps_with(guesses, sample=sampled(chance=chance), events=events)
 
 
+def vanished(low, flat=0, is_first=False, later=None):
+    found = {"a.w": gradients(0.0, first=0), "b.w": gradients(0.0, first=low)}
+    found = dict(reversed(found.items())) if is_first else found
+    events = Events().after({"flat": flat, "flat tanh at a.py:7 and 3 more": flat})
+    seen = sampled(parameters=found, norm=1.0)
+    if later is None:
+        return steps_with([2.0] * 120, sample=seen, events=events)
+    alike = sampled(parameters={"a.w": gradients(0.0, first=0)}, norm=later)
+    return steps_with([2.0] * 120, sample=alike, measured=(seen, alike), events=events)
+
+
+def crawls(weight=1.004, end=1.0, start=0.0, rate=1e-4, steps=120, **more):
+    """A mean square error near the variance of its targets, which falls to a share of itself.
+
+    A part of the fall is in the first half.
+    """
+    half, fall = steps // 2, 1.0 - end
+    slopes = [(0.5 + start) * fall / half] * half + [(0.5 - start) * fall / half] * half
+    losses = [2.0 * each for each in accumulate(slopes[1:], sub, initial=1.0)]
+    seen = with_targets(1.0).measured
+    found = Optimizers(weights=(1.0, weight))
+    rates = ((2, 1e-4), (steps, rate))
+    return steps_with(losses, measured=seen, optimizers=found, rates=rates, **more)
+
+
 def of_learning():
     told, meaning = steps_with, with_targets
 
@@ -461,29 +486,6 @@ def of_learning():
     def guessed(factor):
         chance = math.log(10)
         return told([factor * chance] * 120, sample=sampled(chance=chance))
-
-    def vanished(low, flat=0, is_first=False, later=None):
-        found = {"a.w": gradients(0.0, first=0), "b.w": gradients(0.0, first=low)}
-        found = dict(reversed(found.items())) if is_first else found
-        events = Events().after({"flat": flat, "flat tanh at a.py:7 and 3 more": flat})
-        seen = sampled(parameters=found, norm=1.0)
-        if later is None:
-            return told([2.0] * 120, sample=seen, events=events)
-        alike = sampled(parameters={"a.w": gradients(0.0, first=0)}, norm=later)
-        return told([2.0] * 120, sample=alike, measured=(seen, alike), events=events)
-
-    def crawls(weight=1.004, end=1.0, start=0.0, rate=1e-4, steps=120, **more):
-        """A mean square error near the variance of its targets, which falls to a share of itself.
-
-        A part of the fall is in the first half.
-        """
-        half, fall = steps // 2, 1.0 - end
-        slopes = [(0.5 + start) * fall / half] * half + [(0.5 - start) * fall / half] * half
-        losses = [2.0 * each for each in accumulate(slopes[1:], sub, initial=1.0)]
-        seen = meaning(1.0).measured
-        found = Optimizers(weights=(1.0, weight))
-        rates = ((2, 1e-4), (steps, rate))
-        return told(losses, measured=seen, optimizers=found, rates=rates, **more)
 
     def of_event(**counts):
         return told([2.0] * 120, events=Events().after(counts))

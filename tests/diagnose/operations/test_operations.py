@@ -163,6 +163,7 @@ CURES = {
     to.GAMMA_OF_MATRIX: at_least(0.5 + 1e-2),
     to.INCOMPLETE_GAMMA: at_least(1e-6),
     to.SUM: in_single,
+    to.SUM_OF_PARTS: in_single,
     to.MATMUL: in_single,
     to.LINEAR_IN_FLOAT32: in_single,
     to.GROWS: lambda function: lambda x: function(x * 1e-6),
@@ -264,6 +265,12 @@ CASES = [
     ("nanmean", torch.nanmean, [], DOUBLE, {}, lambda x: x.sum() / max(1, len(x))),
     ("median", torch.median, [], DOUBLE, {}, torch.sum),  # without such a batch
     ("sum", torch.sum, [6e4, 6e4], HALF),
+    (
+        "index_add",
+        lambda x: torch.zeros_like(x).index_add(0, torch.tensor([0, 0]), x),
+        [6e4, 6e4],
+        HALF,
+    ),
     ("acos", torch.acos, [1.004]),
     ("asin", torch.asin, [-2.27]),
     ("tan", torch.tan, [1.5703], HALF),

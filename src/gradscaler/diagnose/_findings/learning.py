@@ -468,9 +468,9 @@ def _crawls(evidence: Evidence, losses: Sequence[float]) -> str | None:
     if _clipped(evidence) or _vanished(evidence):
         return None
     return (
-        f"and it falls steadily, while the norm of the weights has changed by {100 * change:.2g}% in "
-        f"{evidence.steps} steps at a learning rate of {rates[-1][1]:g}. If it should fall faster, "
-        "raise that rate; if it diverges then, normalize the inputs."
+        f"and it falls steadily, while the norm of the weights has changed by {100 * change:.2g}% "
+        f"in {evidence.steps} steps at a learning rate of {rates[-1][1]:g}. If it should fall "
+        "faster, raise that rate; if it diverges then, normalize the inputs."
     )
 
 

@@ -228,8 +228,8 @@ EQUAL_NUMBERS = Repair(
     lambda seen: seen.is_of_few,
 )
 MEAN_OF_NONE = Repair(
-    "the mean of no elements is 0 / 0 (an empty mask, all labels ignored): leave such batches out, "
-    "or divide their sum by at least 1",
+    "the mean of no elements is 0 / 0 (an empty mask, all labels ignored or of a class whose "
+    "weight is 0): leave such batches out, or divide their sum by at least 1",
     lambda seen: seen.is_of_few,
 )
 # In PyTorch, it is 0.
@@ -308,6 +308,9 @@ INCOMPLETE_GAMMA = Repair(
 SUM = Repair(
     "the sum is larger than float16 can hold: take it in float32 (dtype=torch.float32)", _in_float16
 )
+SUM_OF_PARTS = Repair(
+    "the sum is larger than float16 can hold: add up in float32 (x.float())", _in_float16
+)
 MATMUL = Repair(
     "a sum of products leaves float16: divide an input first (queries by the root "
     "of their width), or multiply in float32, under autocast(enabled=False)",
@@ -327,7 +330,7 @@ PRODUCT = Repair(
 )
 FACTOR = Repair(
     "a product leaves float16: lower a factor (clamp one that is learned, such as a temperature), "
-    "or multiply in float32",
+    "or compute it and what follows in float32 or bfloat16",
     lambda seen: seen.is_in_model and not seen.is_wide,
 )
 PRODUCT_OF_MANY = Repair(

@@ -282,11 +282,15 @@ OPERATIONS = (
     *_each("sub subtract isub rsub Sub SubExt", roles=(Role.ADDS,)),
     *_each(
         "sum reduce_sum add_n Sum ReduceSum SumExt AddN, nansum Nansum, "
-        "cumsum Cumsum CumSum CumsumExt, "
-        "reduce_window_sum, index_add IndexAdd IndexAddExt, scatter_add scatter-add "
-        "scatter_nd_add ScatterAdd ScatterAddExt TensorScatterAdd",
+        "cumsum Cumsum CumSum CumsumExt, reduce_window_sum",
         roles=(Role.ADDS_UP,),
         of_value=(to.SUM,),
+    ),
+    *_each(
+        "index_add IndexAdd IndexAddExt, scatter_add scatter-add "
+        "scatter_nd_add ScatterAdd ScatterAddExt TensorScatterAdd",
+        roles=(Role.ADDS_UP,),
+        of_value=(to.SUM_OF_PARTS,),
     ),
     *_each("mean mean_all Mean ReduceMean MeanExt, nanmean", of_value=(to.MEAN_OF_NONE, to.SUM)),
     *_each("median Median, nanmedian", of_value=(to.MEDIAN_OF_NONE,)),

@@ -82,7 +82,7 @@ class Event(Enum):
     # Losses of one kind, none of which is divided, whose gradients a step adds up: at their number.
     ADDED_UP = "added_up", "scaled_losses", "learning"
     # Multiplied by a power of 2 from 256 on: at that, too.
-    BY_HAND = "by_hand", "scaled_losses", "calls evidence learning origins"
+    BY_HAND = "by_hand", "scaled_losses", "calls evidence learning origins over_time"
     # A float16 divisor was Inf.
     ABSORBED = "absorbed", "scaled_losses", "loss_graphs gradient_values"
     FLOORED = "floored", "scaled_losses", "gradient_values"  # it is a constant that floors it
