@@ -24,7 +24,8 @@ class IdleSteps:
         self._hooks.add(None, weakly(self._note))
 
     def _note(self, optimizer: Any, *_: object) -> None:
-        if any(p.grad is not None for p in held_by(optimizer)):  # of torch.autograd.grad
+        is_own = not type(optimizer).__module__.startswith("torch.")  # it may need no gradient
+        if is_own or any(p.grad is not None for p in held_by(optimizer)):  # of torch.autograd.grad
             self.stop()
             return
         self._count += 1

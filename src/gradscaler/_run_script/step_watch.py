@@ -99,7 +99,7 @@ class StepWatch:
             seen = located or (nothing if made is None else f"{latest}{made}")
             if isinstance(located, Given) and (source := prepared_by(step)):
                 seen = f"{seen}. It was {source}"
-            elif advises and (advice := of_result(located)):
+            elif advises and (advice := of_result(located or made)):
                 seen = f"{seen}. {advice[0].upper()}{advice[1:]}."
             voice.note(f"step watched: {seen}")
             show_source_of(None if located is None else located.line)

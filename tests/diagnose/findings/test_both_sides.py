@@ -647,7 +647,7 @@ def of_learning():
             ],
         ),
         (
-            "and it falls steadily, while the norm of the weights has changed by ... 0.4% in 1 ... "
+            "and it falls steadily, but the norm of the weights has changed by ... 0.4% in 1 ... "
             "at a learning rate of 0.0001. If it should fall faster, raise that rate",
             [crawls(end=0.99), crawls(end=0.91, start=0.1), crawls(end=0.99, steps=100)],
             [

@@ -50,7 +50,7 @@ def elsewhere(size=1.0, middle=0.0):
 def test_a_regression_that_learns_the_mean_of_its_targets_alone_is_told(loss_of):
     text = trained(loss_of, width=2)
     assert OF_MEAN in text
-    assert "look for inputs with exchanged axes" in text
+    assert "look for exchanged axes" in text
     assert "Nothing wrong was seen" not in text
 
 

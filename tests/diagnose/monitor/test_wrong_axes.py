@@ -74,6 +74,11 @@ def classes_before_time(model, x, dim):
     return nll_loss(logs, LABELS[:, None].expand(BATCH, TIME))
 
 
+def rectangle(model, x):
+    """The scores of rows and of other ones, which are as many as there are classes."""
+    return model.query(x[:, 0]).mm(model.key(x[:CLASSES, 1]).T)
+
+
 ACROSS = {
     "row": lambda m, x: nll_loss(logits(m, x).log_softmax(0), LABELS),  # row
     "picked": lambda m, x: -logits(m, x).softmax(0).log()[ROWS, LABELS].mean(),  # picked
@@ -87,6 +92,8 @@ NOT_ACROSS = {
     "right in time": lambda m, x: classes_in_time(m, x, -1),
     "right before time": lambda m, x: classes_before_time(m, x, 1),
     "pairs": lambda m, x: nll_loss((q := m.query(x[:, 0])).mm(q.T).log_softmax(0), ROWS),
+    "texts and more of them": lambda m, x: nll_loss(rectangle(m, x).log_softmax(0), LABELS),
+    "both ways": lambda m, x: nll_loss(logits(m, x).log_softmax(1).log_softmax(0), LABELS),
     "a pool over rows": lambda m, x: (logits(m, x).softmax(0) * logits(m, x)).sum(0).square().sum(),
     "of columns": lambda m, x: -logits(m, x).softmax(0).log()[LABELS, ROWS % CLASSES].mean(),
     "one column": lambda m, x: -logits(m, x).log_softmax(0)[:, 1].mean(),
@@ -198,7 +205,8 @@ def test_the_last_step_along_the_batch_of_a_recurrent_layer_is_told(name):
     assert (found.kind, found.line) == ("misuse", line_with(name))
     order = "[batch, time, features]" if name == "first" else "[time, batch, features]"
     assert f"read as {order}" in found.cause
-    assert "Set batch_first" in found.action
+    assert "set batch_first" in found.action
+    assert not found.is_certain
 
 
 @pytest.mark.parametrize("name", NOT_POOLED)

@@ -101,7 +101,7 @@ def at_the_end_but_for_the_last(net, _):
 def test_gradients_of_micro_batches_that_are_zeroed_are_told(steps, has_scaler):
     said = verdict_on(steps, has_scaler)
     assert f"3 of 4 {SAID}" in said
-    assert "zero the gradients once a step" in said
+    assert "zero gradients once a step" in said
 
 
 def test_the_line_that_zeroes_is_named():

@@ -247,7 +247,10 @@ WITHOUT_BACKWARD = """
     import sys
     import torch
     model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    class Own(torch.optim.SGD):
+        pass  # one that tries steps, and needs no gradient
+    kind = Own if "own" in sys.argv else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=0.1)
     for step in range(int(sys.argv[1])):
         loss = model(torch.randn(8, 4)).square().mean()
         optimizer.zero_grad()
@@ -263,13 +266,38 @@ WITHOUT_BACKWARD = """
 
 @pytest.mark.parametrize(
     ("given", "is_told"),
-    [(["5"], True), (["4"], False), (["20", "grad"], False), (["20", "backward"], False)],
+    [
+        (["5"], True),
+        (["4"], False),
+        *((["20", way], False) for way in ("grad", "backward", "own")),
+    ],
 )
 def test_steps_without_a_backward_pass_are_told_with_their_line(trained, given, is_told):
     code, out, error = trained(WITHOUT_BACKWARD, *given)
     assert (code, out) == (0, "")
-    said = "step() was called 5 times at script.py:12, and backward() never"
-    assert (said in " ".join(error.split())) is is_told
+    told = " ".join(error.split())
+    assert ("step() was called 5 times at script.py:15, and backward() never" in told) is is_told
+    assert ("and backward() never" in told) is is_told
+
+
+CUT_SHORT = """
+    import torch
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(1, 5):
+        outputs = model(torch.ones(8, 4)) / (step < 4)
+        assert outputs.isfinite().all()
+        outputs.square().mean().backward()
+        optimizer.step()
+"""
+
+
+def test_a_watched_step_that_is_cut_short_is_told_with_its_cure(trained):
+    code, _, error = trained(CUT_SHORT, under=("-m", "gradscaler", "run", "--watch", "4"))
+    told = " ".join(error.split())
+    assert code == 1
+    assert "step watched: forward of a function (float32), div at script.py:6: 32 inf" in told
+    assert "Clamp the divisor" in told
 
 
 FAILS = """

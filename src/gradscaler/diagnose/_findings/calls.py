@@ -171,7 +171,7 @@ def unzeroed(evidence: Evidence) -> Finding | None:
     )
 
 
-@detector(Phase.MISUSE)
+@detector(Phase.MODE)
 def zeroed(evidence: Evidence) -> Finding | None:
     """Backward passes whose gradients are zeroed before the next one, as of micro-batches."""
     seen = [Events().after(each.calls).count(Event.ZEROED) > 0 for each in evidence.measured]
@@ -184,9 +184,11 @@ def zeroed(evidence: Evidence) -> Finding | None:
         "misuse",
         f"In {count} samples, {passes} backward passes of a step lost their gradients, which were "
         f"zeroed before the next one{evidence.at(call)}, so the step used only those of the last.",
-        "For micro-batches, zero the gradients once a step, before the first one.",
+        "If these are micro-batches, zero gradients once a step, before the first one; gradients "
+        "that are read before they are zeroed may be meant so.",
         line=evidence.line_of(call),
         count=count,
+        is_certain=False,
     )
 
 

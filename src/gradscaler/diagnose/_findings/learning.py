@@ -468,7 +468,7 @@ def _crawls(evidence: Evidence, losses: Sequence[float]) -> str | None:
     if _clipped(evidence) or _vanished(evidence):
         return None
     return (
-        f"and it falls steadily, while the norm of the weights has changed by {100 * change:.2g}% "
+        f"and it falls steadily, but the norm of the weights has changed by {100 * change:.2g}% "
         f"in {evidence.steps} steps at a learning rate of {rates[-1][1]:g}. If it should fall "
         "faster, raise that rate; if it diverges then, normalize the inputs."
     )
@@ -534,9 +534,8 @@ def _gives_mean(evidence: Evidence) -> str:
         return ""
     return (
         f", and its mean square error stays near {spread / len(seen):.3g}, the variance of its "
-        "targets, as of a model that gives their mean. If it should have fallen further, look for "
-        "inputs with exchanged axes (batch_first), targets of other rows, inputs that are not "
-        "normalized, and too small a learning rate."
+        "targets, as of a model that gives their mean. If it should fall, look for exchanged axes "
+        "(batch_first), shuffled targets, unnormalized inputs, a small learning rate."
     )
 
 

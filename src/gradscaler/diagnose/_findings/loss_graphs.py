@@ -168,16 +168,17 @@ over_queries = _at_a_place(
     is_certain=False,
 )
 pooled_batch = _at_a_place(
-    Phase.LOSS,
+    Phase.MODE,
     Event.POOLED_BATCH,
     "misuse",
     "The output of a recurrent layer or an attention is reduced over what it reads as the batch, "
     "not over time: {place}.",
-    "Set batch_first to the order of the inputs (True for [batch, time, features]), and reduce "
-    "over time: over dim 1 then, else over dim 0.",
+    "Unless that axis is meant, set batch_first to the order of the inputs (True for [batch, time, "
+    "features]), and reduce over time: over dim 1 then, else over dim 0.",
+    is_certain=False,
 )
 whole_norm = _at_a_place(
-    Phase.LOSS,
+    Phase.MODE,
     Event.WHOLE_NORM,
     "misuse",
     "Rows that the loss compares by their products are divided by the norm of the whole batch, not "

@@ -59,7 +59,8 @@ def wrong_axes_in(nodes: Sequence[Node]) -> Iterator[WrongAxis]:
 def _across(node: Node, name: str) -> Node | None:
     """The softmax that is not along the classes of which a node takes one for each row, or None.
 
-    In a square of scores of pairs, as of texts and pictures, both dimensions are meant.
+    In scores of pairs, as of texts and pictures, both dimensions are meant: they are a square, or
+    products of two computed tensors, or another softmax normalises them, too.
     """
     axis = _classes_of(node, name)
     if axis is None:
@@ -71,7 +72,9 @@ def _across(node: Node, name: str) -> Node | None:
         if kept_name(maker) in _SOFTMAXES:
             shape, dim = shape_of(maker), dim_of(maker)
             is_square = len(shape) == 2 and shape[0] == shape[1]
-            return None if dim in (axis, None) or is_square or shape[dim] < 2 else maker
+            if dim in (axis, None) or is_square or shape[dim] < 2:
+                return None
+            return None if _is_of_scores(maker) or _is_normalised_before(maker) else maker
         if kept_name(maker) in _ELEMENTWISE and len(computed_below(maker)) == 1:
             is_same = shape_of(computed_below(maker)[0]) == shape_of(maker)
             axis, maker = (axis if is_same else None), computed_below(maker)[0]
@@ -131,6 +134,17 @@ def _is_of_scores(softmax: Node) -> bool:
         if len(below) != 1:
             return False
         (node,) = below
+    return False
+
+
+def _is_normalised_before(softmax: Node) -> bool:
+    """Whether a softmax is of what another one, or the logarithm of sums, has normalised."""
+    near = computed_below(softmax)
+    for node in near:  # grows meanwhile
+        if kept_name(node) in (*_SOFTMAXES, "logsumexp"):
+            return True
+        if len(near) < _MOST_ON_WAY and kept_name(node) in _ELEMENTWISE:
+            near += computed_below(node)
     return False
 
 

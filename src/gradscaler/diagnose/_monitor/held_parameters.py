@@ -138,7 +138,7 @@ class HeldParameters:
         rate = max(rates_of(optimizer), default=None)
         weights = self._parameters.matrices_growth(optimizer, list(named.values()))
         blank = tuple(name for name, p in named.items() if _is_blank(p))
-        alike = tuple(name for name, p in named.items() if _is_alike(p))
+        alike = alike_in(named)
         trained = self._trained.get(id(optimizer), set())
         # Two networks that freeze each other in turn keep their gradients meanwhile.
         left = ((n, p) for n, p in named.items() if id(p) in trained and p.grad is None)
@@ -284,16 +284,29 @@ def _is_blank(parameter: Tensor) -> bool:
     return not largest(parameter) and not largest(gradient)
 
 
-def _is_alike(parameter: Tensor) -> bool:
-    """Whether all units of a layer have the same weights, and the same gradients, which are not 0.
+def alike_in(named: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """The matrices all of whose units have the same weights, and the same gradients, not all 0.
 
-    They are a matrix's rows, or its columns where the code multiplies by it from the right.
+    Units are a matrix's rows, or its columns where the code multiplies by it from the right. Those
+    that stay one unit have the same weights in the next matrix, too: equal inputs give the first of
+    these alone, and equal targets the second.
     """
+    axes = [(name, each) for name, p in named.items() for each in _alike_axes(p)]
+    return tuple(
+        name
+        for place, (name, (along, size)) in enumerate(axes)
+        if any(each == (1 - along, size) for other, each in axes[place + 1 :] if other != name)
+    )
+
+
+def _alike_axes(parameter: Tensor) -> list[tuple[int, int]]:
+    """The axes of a matrix, and their sizes, along which weights and gradients are the same."""
     gradient = getattr(parameter, "grad", None)
     both = [local(each) for each in (parameter, gradient) if each is not None]
     if len(both) < 2 or any(map(_is_no_matrix, both)):
-        return False
-    return any(all(_are_same(each.detach(), along) for each in both) for along in (0, 1))
+        return []
+    alike = (n for n in (0, 1) if all(_are_same(each.detach(), n) for each in both))
+    return [(n, parameter.shape[n]) for n in alike]
 
 
 def _is_no_matrix(array: Tensor) -> bool:
