@@ -40,6 +40,7 @@ LOG = Located(None, "forward", "", "float32", 1, 0, 8, 1.0, 255.0, operation="lo
 
 LOADED = {"events": Events().after({"loaded": 1, "loaded a.py:7": 1})}
 MARGIN = {"events": Events().after({"margin": 2, "margin relu": 2})}
+IDLE = {"optimizers": Optimizers(idle={"head": 5})}
 ADDED_UP = {"added_up": 2, "added_up 16": 2}
 CALLS = "step", "backward", "clip", "eval", "zero", "schedule", "optimizer"
 LINES = Optimizers(lines={call: f"{call}.py:7" for call in CALLS})
@@ -984,6 +985,12 @@ def of_optimizers():
             "line=None, steps=(), count=5",
             [counted(9, {"optimizers": Optimizers(idle={"head": 5})})],
             [],
+        ),
+        (
+            "so it trains nothing: the loss depends on parameters that no optimizer holds. ... "
+            "at a.py:7: it holds those of another one ... where='head', line='a.py:7'",
+            [counted(9, IDLE, **{"astray parameters at a.py:7": 2, "astray held": 1})],
+            [counted(9, IDLE, **{"astray tensors at a.py:7": 2}), counted(9, IDLE)],
         ),
         (
             "found no gradient in its first",

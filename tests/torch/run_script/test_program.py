@@ -280,6 +280,33 @@ def test_steps_without_a_backward_pass_are_told_with_their_line(trained, given, 
     assert ("and backward() never" in told) is is_told
 
 
+OF_ANOTHER = """
+    import sys
+    import torch
+    def train(model, optimizer, cuts=False):
+        for step in range(20):
+            outputs = model(torch.randn(8, 4))
+            optimizer.zero_grad()
+            (first(outputs.detach()) if cuts else outputs).square().mean().backward()
+            optimizer.step()
+    first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    train(first, torch.optim.SGD(first.parameters(), lr=0.1))
+    held = {"first": first, "second": second}[sys.argv[1]].parameters()
+    train(second, torch.optim.SGD(held, lr=0.1), "cuts" in sys.argv)
+"""
+
+
+@pytest.mark.parametrize(("given", "is_told"), [(["first"], True), (["second", "cuts"], False)])
+def test_an_optimizer_of_another_model_than_the_trained_one_is_told(trained, given, is_told):
+    code, out, error = trained(OF_ANOTHER, *given)
+    told = " ".join(error.split())
+    assert (code, out) == (0, "")
+    said = "depends on parameters that no optimizer holds. Unless its part of the loss begins later"
+    assert (said in told) is is_told
+    assert ("that is trained, at script.py:13: it holds" in told) is is_told
+    assert ("those of a copied optimizer" in told) is False
+
+
 CUT_SHORT = """
     import torch
     model = torch.nn.Linear(4, 4)

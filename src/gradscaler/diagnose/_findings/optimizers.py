@@ -276,17 +276,37 @@ def idle(evidence: Evidence) -> Finding | None:
     name, count = max(found.items(), key=lambda item: item[1], default=("", 0))
     if count < FEW_CALLS:
         return None
+    cause = (
+        f"The optimizer of {name} found no gradient in its first {count} steps, while others made "
+        "steps, so it trains nothing"
+    )
+    where, (what, _, line) = None if name == UNOWNED else name, _astray(evidence)
+    if what == "parameters":
+        return Finding(
+            "misuse",
+            f"{cause}: the loss depends on parameters that no optimizer holds.",
+            "Unless its part of the loss begins later, make it of the parameters of the model that "
+            f"is trained{line and f', at {line}'}: it holds those of another one, of a copy, or of "
+            "layers that were replaced.",
+            where,
+            line or None,
+            count=count,
+        )
     return Finding(
         "misuse",
-        f"The optimizer of {name} found no gradient in its first {count} steps, while others made "
-        "steps, so it trains nothing.",
+        f"{cause}.",
         "Unless its part of the loss begins later, look for detach(), .data, item() or no_grad() "
         "between its parameters and the loss; call zero_grad() before the backward pass, not after "
         "it; and make the optimizer after layers are replaced, of this model's parameters, not "
         "those of a copy.",
-        None if name == UNOWNED else name,
+        where,
         count=count,
     )
+
+
+def _astray(evidence: Evidence) -> tuple[str, str, str]:
+    """What the loss of steps without a gradient depends on, and the line of their optimizer."""
+    return evidence.events.place(Event.ASTRAY).partition(" at ")
 
 
 _STOPPED = {  # why an optimizer finds no gradient any more, and what to do

@@ -27,7 +27,13 @@ from gradscaler.diagnose._monitor.parameters import (
     rates_of,
 )
 from gradscaler.diagnose._record.lines import UNOWNED, Optimizers
-from gradscaler.diagnose._record.thresholds import FEW_ELEMENTS, FEW_UNITS, SAME_UNIT, SHORT
+from gradscaler.diagnose._record.thresholds import (
+    FEW_CALLS,
+    FEW_ELEMENTS,
+    FEW_UNITS,
+    SAME_UNIT,
+    SHORT,
+)
 
 _FLOATS = "float16", "bfloat16", "float32", "float64"
 
@@ -85,8 +91,18 @@ class HeldParameters:
             self._idle[key] = self._idle.get(key, 0) + 1
         return self._idle.get(key, 0)
 
+    @property
+    def has_idle(self) -> bool:
+        """Whether an optimizer has made steps, none of which found a gradient."""
+        return bool(self._idle)
+
+    @property
+    def is_newly_idle(self) -> bool:
+        """Whether an optimizer has made its first few steps without a gradient."""
+        return bool(self._idle) and min(self._idle.values()) <= FEW_CALLS
+
     def see_leaves(self, loss: Tensor) -> None:
-        """Note what a loss depends on, before the first step."""
+        """Note what a loss depends on, before a first step, or the next one without a gradient."""
         leaves = [node.variable for node in nodes_from([loss.grad_fn]) if is_leaf(node)]
         kind: Any = sys.modules["torch"].nn.Parameter
         self._leaves = {id(each): isinstance(each, kind) for each in leaves}
@@ -108,6 +124,12 @@ class HeldParameters:
         own = "parameters" if any(isinstance(p, made) for p in held.values()) else "others"
         kind = own if any(self._leaves.values()) else "tensors"
         return kind + (f" at {line}" if line else "")
+
+    @property
+    def is_of_none(self) -> bool:
+        """Whether the latest loss depends on nothing that an optimizer holds, of any model."""
+        held = self.by_optimizers() | _held_by_made()
+        return self._leaves is not None and self._leaves.keys().isdisjoint(held)
 
     def why_stopped(self, optimizer: object) -> str | None:
         """Why an optimizer that has made steps finds no gradient any more; None if it made none.

@@ -130,13 +130,8 @@ class EagerObserver(StepSource):
         iteration.batch = loaders.fed()
         if (iteration.is_first or iteration.is_sampled) and not iteration.is_long:
             listen(outputs, iteration.backward, self._hooks)
-        if iteration.is_first and self._sees_graph and not iteration.is_long:
-            self._held.see_leaves(outputs)
-            iteration.scaled.note_scale(outputs)
-        if iteration.is_sampled and self._sees_graph:
-            iteration.scaled.note_scale(outputs)
-            iteration.scaled.add(outputs, self._line_of)
-            self._see_pass(iteration, outputs)
+        if self._sees_graph:
+            self._see_graph(iteration, outputs)
         iteration.kind = type(getattr(outputs, "grad_fn", None))
         self._see_terms(iteration, outputs)
         if iteration.is_first and not iteration.begun and self._held.has_moved():
@@ -152,6 +147,17 @@ class EagerObserver(StepSource):
         loss = loss.abs() if "complex" in str(loss.dtype).lower() else loss
         if 0 not in loss.shape:  # this process' part may be empty
             iteration.add_loss(alone(loss) if loss.ndim == 0 else loss.mean())
+
+    def _see_graph(self, iteration: Iteration, loss: Tensor) -> None:
+        """Note what a loss depends on, its scale, and what a sampled one shows."""
+        is_first = iteration.is_first and not iteration.is_long
+        if is_first or (self._held.is_newly_idle and not iteration.is_long):
+            self._held.see_leaves(loss)
+        if is_first or iteration.is_sampled:
+            iteration.scaled.note_scale(loss)
+        if iteration.is_sampled:
+            iteration.scaled.add(loss, self._line_of)
+            self._see_pass(iteration, loss)
 
     def _see_pass(self, iteration: Iteration, loss: Tensor) -> None:
         """Look at a backward pass if steps have many."""
@@ -324,11 +330,13 @@ class EagerObserver(StepSource):
     def _note_idle(self, optimizer: object, count: int) -> None:
         """Note a step without a gradient, the optimizer's latest of so many from the start."""
         self._iterations.note_call(Event.IDLE)
-        if self._sees_graph and (what := self._held.what_else(optimizer)):
+        what = self._held.what_else(optimizer) if self._sees_graph else None
+        if what:
             self._iterations.note_call(Event.ASTRAY, what)
         why = self._held.why_stopped(optimizer)
         if why is None:
-            self.log.note_idle(self._held.names[id(optimizer)], count)
+            astray = what if self._held.is_of_none else None
+            self.log.note_idle(self._held.names[id(optimizer)], count, astray)
         else:
             self.read()
             self.log.note_stopped(self._iterations.ended, why)

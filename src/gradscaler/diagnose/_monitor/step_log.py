@@ -229,18 +229,19 @@ class StepLog:
         if events.count(events[-1]) == MANY_CALLS:
             self.teller.say(self._look(is_last=False), self.counts.step)
 
-    def note_idle(self, name: str, count: int) -> None:
+    def note_idle(self, name: str, count: int, astray: str | None = None) -> None:
         """Note a number of steps without a gradient, of an optimizer that has made no other.
 
-        Others that step meanwhile have samples, which tell of it.
+        Others that step meanwhile have samples, which tell of it. ``astray`` is what the loss
+        depends on.
         """
         step, since = self._idle
         if step != self.counts.step:
             self._idle = step, since = self.counts.step, count - 1
         if self.num_steps and count - since == MANY_CALLS:
-            self._keep(
-                Watched(self.counts.step, calls=texts_of([Counted(Event.IDLE, name, count)]))
-            )
+            events = [Counted(Event.IDLE, name, count)]
+            events += [Counted(Event.ASTRAY, astray)] if astray else []
+            self._keep(Watched(self.counts.step, calls=texts_of(events)))
             self.teller.say(self._look(is_last=False), self.counts.step)
 
     def note_stopped(self, step: int, why: str) -> None:
