@@ -751,7 +751,7 @@ def test_a_loss_that_was_0_is_no_divergence(loss):
     ("operation", "words"),
     [
         ("mean", "the mean of no elements is 0 / 0"),
-        ("cross_entropy", "all labels ignored"),
+        ("cross_entropy", "labels all ignored"),
         ("std", "correction=0"),
         ("mul", "a factor is a constant Inf or NaN"),
     ],

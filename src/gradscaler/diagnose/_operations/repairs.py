@@ -228,8 +228,8 @@ EQUAL_NUMBERS = Repair(
     lambda seen: seen.is_of_few,
 )
 MEAN_OF_NONE = Repair(
-    "the mean of no elements is 0 / 0 (an empty mask, all labels ignored or of a class whose "
-    "weight is 0): leave such batches out, or divide their sum by at least 1",
+    "the mean of no elements is 0 / 0 (an empty mask, labels all ignored or of weight 0): leave "
+    "such batches out, or divide their sum by at least 1",
     lambda seen: seen.is_of_few,
 )
 # In PyTorch, it is 0.
