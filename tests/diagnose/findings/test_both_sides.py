@@ -354,8 +354,8 @@ def of_gradient_values():
             ],
         ),
         (
-            "All units of b.w have ... in each of 2 samples ... where='b'",
-            [alike(("a.w", "b.w"), ("b.w",))],
+            "All units of b.w have ... in the latest 2 samples ... where='b'",
+            [alike(("a.w", "b.w"), ("b.w",)), alike((), ("b.w",), ("b.w",))],
             [alike(("a.w",), ("b.w",)), alike(("b.w",)), alike(("b.w",), ())],
         ),
         (

@@ -36,6 +36,15 @@ def test_units_that_are_one_are_alike(weight, turned):
     assert alike(weight, SAME, turned=turned) == ("weight",)
 
 
+def test_units_are_one_whatever_a_softmax_leaves_out_of_the_next_weights():
+    """What is added to all scores of a row is no part of them, so the next weights may differ."""
+    after = torch.tensor([[0.3, 0.1, 0.2, 0.4]]) + torch.tensor([[0.5], [-0.2], [0.1]])
+    weight, after = nn.Parameter(ROW), nn.Parameter(after)
+    scores = torch.tanh(INPUTS @ weight.T) @ after.T
+    nn.functional.cross_entropy(scores, torch.arange(16) % 3).backward()
+    assert alike_in({"weight": weight, "after": after}) == ("weight",)
+
+
 @pytest.mark.parametrize(
     "given",
     [

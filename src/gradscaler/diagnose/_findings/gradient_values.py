@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from itertools import takewhile
 
 from gradscaler.diagnose._findings.advice import at_any_scale
 from gradscaler.diagnose._findings.detector import Phase, detector
@@ -229,16 +230,18 @@ def dead(evidence: Evidence) -> Finding | None:
 def alike(evidence: Evidence) -> Finding | None:
     """Units of a layer that stay one unit, as they begin with the same weights."""
     seen = [sample.optimizers.alike for sample in evidence.measured if sample.optimizers]
-    names = [name for name in seen[-1] if all(name in each for each in seen)] if seen else []
-    if len(seen) < FEW_SAMPLES or not names:
+    name = next(iter(seen[-1]), "") if seen else ""
+    # A gradient that is 0 but for rounding differs from unit to unit in the first steps.
+    count = len([*takewhile(lambda names: name in names, reversed(seen))])
+    if not name or count < FEW_SAMPLES:
         return None
     return Finding(
         "dead",
-        f"All units of {names[0]} have the same weights and the same gradients in each of "
-        f"{len(seen)} samples, so they stay one unit.",
+        f"All units of {name} have the same weights and the same gradients in the latest {count} "
+        "samples, so they stay one unit.",
         "Start them from random numbers, as PyTorch's own layers do: a constant, or a row that is "
         "repeated, gives each unit the same gradient for ever.",
-        names[0].rpartition(".")[0] or names[0],
+        name.rpartition(".")[0] or name,
     )
 
 

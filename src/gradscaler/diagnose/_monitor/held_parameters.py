@@ -310,25 +310,31 @@ def alike_in(named: Mapping[str, Tensor]) -> tuple[str, ...]:
     """The matrices all of whose units have the same weights, and the same gradients, not all 0.
 
     Units are a matrix's rows, or its columns where the code multiplies by it from the right. Those
-    that stay one unit have the same weights in the next matrix, too: equal inputs give the first of
-    these alone, and equal targets the second.
+    that stay one unit give the next matrix the same gradient for each of them. Equal inputs or
+    equal targets alone make one matrix alike.
     """
-    axes = [(name, each) for name, p in named.items() for each in _alike_axes(p)]
+    each = list(named.items())
     return tuple(
         name
-        for place, (name, (along, size)) in enumerate(axes)
-        if any(each == (1 - along, size) for other, each in axes[place + 1 :] if other != name)
+        for place, (name, parameter) in enumerate(each)
+        for along in (0, 1)
+        if _is_alike(parameter, along)
+        and any(
+            other.ndim > 1
+            and other.shape[1 - along] == parameter.shape[along]
+            and _is_alike(other, 1 - along, by_gradient=True)
+            for _, other in each[place + 1 :]
+        )
     )
 
 
-def _alike_axes(parameter: Tensor) -> list[tuple[int, int]]:
-    """The axes of a matrix, and their sizes, along which weights and gradients are the same."""
+def _is_alike(parameter: Tensor, along: int, by_gradient: bool = False) -> bool:
+    """Whether a matrix is the same at each place along an axis, and its gradient is."""
     gradient = getattr(parameter, "grad", None)
     both = [local(each) for each in (parameter, gradient) if each is not None]
     if len(both) < 2 or any(map(_is_no_matrix, both)):
-        return []
-    alike = (n for n in (0, 1) if all(_are_same(each.detach(), n) for each in both))
-    return [(n, parameter.shape[n]) for n in alike]
+        return False
+    return all(_are_same(each.detach(), along) for each in both[by_gradient:])
 
 
 def _is_no_matrix(array: Tensor) -> bool:
