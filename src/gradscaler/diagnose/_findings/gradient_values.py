@@ -242,6 +242,7 @@ def alike(evidence: Evidence) -> Finding | None:
         "Start them from random numbers, as PyTorch's own layers do: a constant, or a row that is "
         "repeated, gives each unit the same gradient for ever.",
         name.rpartition(".")[0] or name,
+        is_certain=False,
     )
 
 
