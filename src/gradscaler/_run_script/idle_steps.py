@@ -17,13 +17,17 @@ class IdleSteps:
 
     def __init__(self) -> None:
         self._count, self._at = 0, ""
+        self._is_on = False  # as hooks stay where a step is going through them
         self._hooks = StepHooks(self)
 
     def start(self) -> None:
         """Count from now on."""
+        self._is_on = True
         self._hooks.add(None, weakly(self._note))
 
     def _note(self, optimizer: Any, *_: object) -> None:
+        if not self._is_on:
+            return
         is_own = not type(optimizer).__module__.startswith("torch.")  # it may need no gradient
         if is_own or any(p.grad is not None for p in held_by(optimizer)):  # of torch.autograd.grad
             self.stop()
@@ -34,7 +38,7 @@ class IdleSteps:
 
     def stop(self) -> None:
         """Count no more: there is a gradient, or the watch is over."""
-        self._count = 0
+        self._count, self._is_on = 0, False
         self._hooks.remove()
 
     def conclude(self) -> bool:

@@ -45,10 +45,10 @@ from gradscaler._run_script.variables import (
     nonfinite_left,
 )
 from gradscaler._run_script.voice import attempt, conclude_without_step, voice
-from gradscaler.diagnose._graph import numpy_warnings
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.hooks import StepHooks
 from gradscaler.diagnose._graph.lines import Tracebacks, keep_under
+from gradscaler.diagnose._graph.numpy_warnings import noting, numpy_warnings
 from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.search import Search
 from gradscaler.diagnose._graph.stand_ins import in_place_of
@@ -120,8 +120,10 @@ class Session(Runs, backward_calls.BackwardListener):
         on_stop.callback(loaders.forget)
         if any(map(is_theirs, in_memory(torch.amp.GradScaler))):
             self._see_theirs()
-        replace(warnings, "_showwarnmsg", numpy_warnings.noting(warnings._showwarnmsg))  # type: ignore[attr-defined]
-        on_stop.callback(numpy_warnings.numpy_warnings.forget)
+        # What Python calls with each warning; scripts replace showwarning, its public name.
+        if show := getattr(warnings, "_showwarnmsg", None):
+            replace(warnings, "_showwarnmsg", noting(show))
+            on_stop.callback(numpy_warnings.forget)
         backward_calls.listen(self)
         self._idle.start()
         _leave_children_alone()

@@ -83,7 +83,7 @@ def unused(evidence: Evidence) -> Finding | None:
     if evidence.steps or not count:
         return None
     step = "step(optimizer)" if evidence.has_scaler else "optimizer.step()"
-    astray, _, line = evidence.events.place(Event.ASTRAY).partition(" at ")
+    astray, line = evidence.astray
     if astray:
         why, action = _ASTRAY[astray]
         return Finding(

@@ -144,6 +144,12 @@ class Evidence:
         return self.events.count(Event.SWITCHED) >= max(FEW_CALLS, MANY * self.steps)
 
     @property
+    def astray(self) -> tuple[str, str]:
+        """What the loss of steps without a gradient depends on, and what made their optimizer."""
+        what, _, line = self.events.place(Event.ASTRAY).partition(" at ")
+        return what, line
+
+    @property
     def changed_at(self) -> int:
         """The step at which the loss became another one the last time; 0 if it often does."""
         steps = self.events.places(Event.CHANGED)

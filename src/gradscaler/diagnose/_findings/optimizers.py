@@ -280,7 +280,7 @@ def idle(evidence: Evidence) -> Finding | None:
         f"The optimizer of {name} found no gradient in its first {count} steps, while others made "
         "steps, so it trains nothing"
     )
-    where, (what, _, line) = None if name == UNOWNED else name, _astray(evidence)
+    where, (what, line) = None if name == UNOWNED else name, evidence.astray
     if what == "parameters":
         return Finding(
             "misuse",
@@ -302,11 +302,6 @@ def idle(evidence: Evidence) -> Finding | None:
         where,
         count=count,
     )
-
-
-def _astray(evidence: Evidence) -> tuple[str, str, str]:
-    """What the loss of steps without a gradient depends on, and the line of their optimizer."""
-    return evidence.events.place(Event.ASTRAY).partition(" at ")
 
 
 _STOPPED = {  # why an optimizer finds no gradient any more, and what to do

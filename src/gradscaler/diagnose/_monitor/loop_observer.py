@@ -396,8 +396,8 @@ class LoopObserver(EagerObserver):
         """Report the end of the run, if the script has taken no step in it."""
         if not self.log.num_steps and self._num_unstepped >= UNSTEPPED_LOSSES:
             self._note_untaken()
-        is_seen = self._held.has_idle  # what has followed is no step that moves anything
-        if self._num_unstepped >= UNSTEPPED_LOSSES * self._most_passes > 0 and not is_seen:
+        is_long = self._num_unstepped >= UNSTEPPED_LOSSES * self._most_passes > 0
+        if is_long and not self._held.has_idle:  # whose steps were seen
             followed = f"{self._num_unstepped} calls of backward() followed without a step"
             self.log.break_off(f"{followed}; those of a copied optimizer are not seen")
         last = self.log.history[-1] if self.log.history else None

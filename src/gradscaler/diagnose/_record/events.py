@@ -144,7 +144,7 @@ class Event(Enum):
     )  # an optimizer had a state, but the scaler was new
     IDLE = "idle", "observer recorded_loop step_log", "calls optimizers"  # at a module, later too
     # The loss of such a step depends on what the optimizer lacks, or on parameters that it holds.
-    ASTRAY = "astray", "observer step_log", "calls optimizers"
+    ASTRAY = "astray", "observer step_log", "evidence"
     RAISED = "raised", "observer", "__init__"  # step() or unscale_() raised an error
     # At the end: backward passes, where no step of any optimizer came and the weights stood; at
     # "scheduled" or "alone", and the line that made the optimizer.
