@@ -57,6 +57,7 @@ SUMMED = {
     "mean square": lambda x, out, kl, *_: mse_loss(out, x) - 0.5 * torch.sum(kl),  # mean square
     "entropy": lambda x, out, kl, *_: binary_cross_entropy(out, x) - 0.5 * kl.sum(),  # entropy
     "twice": lambda x, out, kl, *_: mse_loss(out, x) + (-0.5 * kl).sum(1).sum(),  # twice
+    "stacked": lambda x, out, kl, *_: torch.stack([mse_loss(out, x), -kl.sum()]).mean(),  # stacked
 }
 NOT_SUMMED = {
     "of rows": lambda x, out, kl, *_: mse_loss(out, x) - 0.005 * kl.sum(1).mean(),

@@ -26,16 +26,28 @@ def summand_of(node: Node, loss: Node) -> tuple[int, list[Node]] | None:
 
 def summands_of(node: Node) -> list[Node]:
     """What a node adds up, in the order of the code."""
+    return [summand for summand, _ in ways_to_summands(node)]
+
+
+def ways_to_summands(node: Node, way: tuple[Node, ...] = ()) -> list[tuple[Node, tuple[Node, ...]]]:
+    """What a node adds up, in the order of the code, each with the nodes between the two.
+
+    Args:
+        node: the node.
+        way: the nodes that come before those between the two.
+    """
     while True:
         below = [each for each, _ in node.next_functions if each is not None]
         operation = operation_of(node)
         if operation in _ADDS | _STACKS and len(below) > 1:
-            return [summand for each in below for summand in summands_of(each)]
+            inner_way = (*way, node)
+            return [found for each in below for found in ways_to_summands(each, inner_way)]
         inner = operation_of(below[0]) if len(below) == 1 else None
         is_sum_of_stack = operation in ("sum", "mean") and inner in _STACKS
         is_alone = operation in (*_ADDS, *_WEIGHS) or is_form(node)
         if inner is None or not (is_alone or is_sum_of_stack):
-            return [node]
+            return [(node, way)]
+        way = (*way, node)
         (node,) = below
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 from gradscaler.diagnose._gradients.arrays import local
 from gradscaler.diagnose._graph.call_site import Node, operation_of
-from gradscaler.diagnose._graph.nodes import is_leaf, saved, shape_of
+from gradscaler.diagnose._graph.nodes import saved
+from gradscaler.diagnose._graph.summands import ways_to_summands
 from gradscaler.diagnose._operations.operation import Role
 from gradscaler.diagnose._operations.rows import names_with
 from gradscaler.diagnose._record.thresholds import LEAST_BATCH, LEAST_SUM_WEIGHT, SAME_ROWS
 
-_ADDS = names_with(Role.ADDS)
 _COMPARES = names_with(Role.COMPARES) | {
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
@@ -25,8 +25,8 @@ def summed_in(loss: Node) -> tuple[Node, str] | None:
     The outputs that the mean compares with targets are almost the same in all rows, and the targets
     are not. A sum with a small factor is meant, such as a penalty.
     """
-    terms = list(_terms_of(loss))
-    sums = [(node, shape) for node, weight in terms if (shape := _summed(node, weight))]
+    terms = ways_to_summands(loss)
+    sums = [(node, shape) for node, way in terms if (shape := _summed(node, way))]
     means = [node for node, _ in terms if operation_of(node) in _COMPARES]
     for node, shape in sums:
         if any(_gives_one_row(each, shape[0]) for each in means):
@@ -34,37 +34,28 @@ def summed_in(loss: Node) -> tuple[Node, str] | None:
     return None
 
 
-def _terms_of(loss: Node) -> Iterator[tuple[Node, float]]:
-    """What a loss adds up, each with the number that multiplies it; NaN if that is unknown."""
-    waiting = [(loss, 1.0)]
-    while waiting:
-        node, weight = waiting.pop()
-        if node is None or is_leaf(node) or shape_of(node) != ():
-            continue
-        operation, below = operation_of(node), [each for each, _ in node.next_functions]
-        known = [each for each in below if each is not None]
-        if operation in _ADDS and known:
-            waiting += [(each, weight) for each in known]
-        elif operation in ("mul", "div") and len(known) == 1:
-            factor = saved(node, "other")
-            factor = saved(node, "self") if factor is None else factor
-            number = math.nan if factor is None or factor.numel() != 1 else abs(float(factor))
-            inverse = operation == "div" and number > 0
-            waiting.append((known[0], weight / number if inverse else weight * number))
-        elif operation in ("neg", "to") and len(known) == 1:
-            waiting.append((known[0], weight))
-        else:
-            yield node, weight
-
-
-def _summed(node: Node, weight: float) -> tuple[int, ...]:
+def _summed(node: Node, way: Iterable[Node]) -> tuple[int, ...]:
     """The shape of which a term is the sum; empty if it is none, or has a small factor."""
     shape: tuple[int, ...] = ()
     while operation_of(node) == "sum" and node.next_functions[0][0] is not None:
         shape = tuple(saved(node, "self_sym_sizes") or ())
         node = node.next_functions[0][0]
     is_of_batch = len(shape) > 1 and shape[0] >= LEAST_BATCH and math.prod(shape[1:]) > 1
-    return shape if is_of_batch and weight >= LEAST_SUM_WEIGHT else ()
+    return shape if is_of_batch and math.prod(map(_factor, way)) >= LEAST_SUM_WEIGHT else ()
+
+
+def _factor(node: Node) -> float:
+    """The size of the number by which a node multiplies a term; NaN if it is not one number."""
+    operation = operation_of(node)
+    if operation == "mean":
+        return 1 / len(node.next_functions[0][0].next_functions)  # of a stack
+    if operation not in ("mul", "div"):
+        return 1.0
+    kept = [factor for name in ("other", "self") if (factor := saved(node, name)) is not None]
+    if not kept or kept[0].numel() != 1:
+        return math.nan
+    number = abs(float(kept[0]))
+    return number if operation == "mul" else 1 / number if number else math.nan
 
 
 def _gives_one_row(node: Node, rows: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from gradscaler.diagnose._graph.attention_batches import is_batch_of_attention
 from gradscaler.diagnose._graph.axes import (
@@ -16,6 +16,7 @@ from gradscaler.diagnose._graph.axes import (
 )
 from gradscaler.diagnose._graph.call_site import Node
 from gradscaler.diagnose._graph.nodes import is_leaf, saved, shape_of
+from gradscaler.diagnose._record.events import Event
 
 _ELEMENTWISE = "log", "neg", "add", "sub", "div", "mul", "clamp", "clamp_min", *SAME
 _SOFTMAXES = "softmax", "log_softmax"
@@ -30,9 +31,9 @@ _Shape = tuple[int, ...]
 
 
 class WrongAxis(NamedTuple):
-    """An operation along a wrong axis: what it is, its node, and what follows its line."""
+    """An operation along a wrong axis: its event, its node, and what follows its line."""
 
-    kind: Literal["across", "over queries", "pooled batch", "whole norm"]
+    event: Event
     node: Node
     rest: str = ""
 
@@ -46,14 +47,14 @@ def wrong_axes_in(nodes: Sequence[Node]) -> Iterator[WrongAxis]:
     for node in nodes:
         name = kept_name(node)
         if (across := _across(node, name)) is not None:
-            yield WrongAxis("across", across)
+            yield WrongAxis(Event.ACROSS, across)
         elif name in _PRODUCTS and (softmax := _over_queries(node)) is not None:
-            yield WrongAxis("over queries", softmax)
+            yield WrongAxis(Event.OVER_QUERIES, softmax)
         elif name in _POOLS and (taken := _pooled_batch(node, name, readers)):
-            yield WrongAxis("pooled batch", node, taken)
+            yield WrongAxis(Event.POOLED_BATCH, node, taken)
         elif name == "div" and _is_by_whole_norm(node, readers):
             sizes = list(shape_of(node))
-            yield WrongAxis("whole norm", node, f" makes {sizes} of one norm for all rows")
+            yield WrongAxis(Event.WHOLE_NORM, node, f" makes {sizes} of one norm for all rows")
 
 
 def _across(node: Node, name: str) -> Node | None:
