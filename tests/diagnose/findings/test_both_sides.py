@@ -133,6 +133,11 @@ def of_calls():
         ),
         ("called 5 times beside ... count=5", [counted(9, repeated=5)], [counted(9, repeated=4)]),
         (
+            "divided the gradients by the loss scale of 1024 ... count=2",
+            [counted(9, {"scale": 1024.0}, shrunk=2)],
+            [counted(9, {"scale": 1024.0}, shrunk=1)],
+        ),
+        (
             "called 1 time beside ... count=1",
             [counted(9, {"bad_step": BadStep(1, 1.0, (NAN,))}, repeated=1)],
             [counted(9, {"bad_step": BadStep(1, 1.0, (NAN,), is_left_out=True)}, repeated=1)],

@@ -56,7 +56,34 @@ def logged(out, teacher):
 
 
 def by_item(out, teacher):
-    return functional.cross_entropy(out, LABELS) + functional.mse_loss(out.detach(), teacher).item()
+    extra = functional.mse_loss(out.detach(), teacher).item()  # by_item
+    return functional.cross_entropy(out, LABELS) + extra
+
+
+def as_a_number(out, teacher):
+    extra = functional.mse_loss(out, teacher)
+    return functional.cross_entropy(out, LABELS) + extra.item()  # as_a_number
+
+
+def as_a_float(out, teacher):
+    extra = float(functional.mse_loss(out, teacher))  # as_a_float
+    return extra + functional.cross_entropy(out, LABELS)
+
+
+def a_divisor(out, teacher):
+    loss = functional.cross_entropy(out, LABELS)
+    return loss / loss.item() + 1.0
+
+
+def logged_as_numbers(out, teacher):
+    loss = functional.cross_entropy(out, LABELS)
+    shown = [loss.item(), out.mean().item(), out.max().item()]
+    return loss + len(shown) / 2 + 0.0
+
+
+def all_right(out, teacher):
+    rights = (out.softmax(1) * TRUTH).sum(1) > 0.0
+    return functional.cross_entropy(out, LABELS) + (1 + 0 * rights.float().mean().item())
 
 
 def as_a_weight(out, teacher):
@@ -201,7 +228,7 @@ def test_a_loss_function_whose_inputs_have_no_gradient_is_named(loss_of, is_scal
 
 @pytest.mark.parametrize(
     "loss_of",
-    [logged, by_item, as_a_weight, under_no_grad, used],
+    [logged, as_a_weight, under_no_grad, used, a_divisor, logged_as_numbers, all_right],
     ids=lambda f: f.__name__,
 )
 def test_what_is_only_logged_or_a_number_or_meant_is_not(loss_of):
@@ -209,10 +236,17 @@ def test_what_is_only_logged_or_a_number_or_meant_is_not(loss_of):
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
-@pytest.mark.parametrize("loss_of", [imported, listed, stacked, stopped, scored])
+@pytest.mark.parametrize("loss_of", [imported, listed, stacked, stopped, scored, by_item])
 def test_a_term_that_detach_cuts_off_is_named_by_its_line(loss_of, is_scaled, path):
     cause, line = cause_of(loss_of, is_scaled, path)
     assert f"gives no gradient: detach() at {line} cuts it off" in cause
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # of float()
+@pytest.mark.parametrize(("loss_of", "call"), [(as_a_number, "item()"), (as_a_float, "float()")])
+def test_a_term_that_is_made_a_number_is_named_by_its_line(loss_of, call, path):
+    cause, line = cause_of(loss_of, True, path)
+    assert f"gives no gradient: {call} at {line} cuts it off" in cause
 
 
 @pytest.mark.parametrize(
@@ -239,9 +273,12 @@ def adversarial(cuts):
         own.backward()
         optimizers[1].step()
         score = critic(fake)
-        if cuts:
-            score = score.detach()  # the cut
-        loss = 0.5 * bce(score, torch.ones(8, 1)) + mse_loss(fake, real)
+        if cuts == "score":
+            score = score.detach()  # score
+        extra = bce(score, torch.ones(8, 1))
+        if cuts == "loss":
+            extra = extra.detach().item()  # loss
+        loss = (0.5 if cuts == "score" else 1.0) * extra + mse_loss(fake, real)
         optimizers[0].zero_grad()
         loss.backward()
         optimizers[0].step()
@@ -249,13 +286,14 @@ def adversarial(cuts):
     return monitor.verdict
 
 
-def test_a_cut_term_is_named_where_optimizers_take_turns():
-    found = adversarial(cuts=True).findings
-    assert [each.line for each in found if "cuts it off" in each.cause] == [line_with("the cut")]
+@pytest.mark.parametrize("cuts", ["score", "loss"])
+def test_a_cut_term_is_named_where_optimizers_take_turns(cuts):
+    found = adversarial(cuts).findings
+    assert [each.line for each in found if "cuts it off" in each.cause] == [line_with(cuts)]
 
 
 def test_the_turn_of_a_critic_on_what_is_detached_is_not_told():
-    assert "detach()" not in adversarial(cuts=False).text
+    assert "detach()" not in adversarial(cuts="").text
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])

@@ -402,6 +402,24 @@ def clipped_while_scaled(evidence: Evidence) -> Finding | None:
     )
 
 
+@detector(Phase.MISUSE, needs_scaler=True)
+def shrunk(evidence: Evidence) -> Finding | None:
+    """Gradients that are divided by the loss scale before the scaler divides them."""
+    count = evidence.events.count(Event.SHRUNK)
+    if count < FEW_SAMPLES:
+        return None
+    return Finding(
+        "misuse",
+        f"In {count} samples, the code divided the gradients by the loss scale of "
+        f"{evidence.scale:g}, or by more, and the scaler{evidence.at('step')} then divided them "
+        "once more, so each step is far too small.",
+        "Leave out that division (or clipping before it): call scaler.unscale_(optimizer) in its "
+        "place, as step() does not divide again then.",
+        line=evidence.line_of("step"),
+        count=count,
+    )
+
+
 @detector(Phase.MISUSE, needs_scaler=True, in_streak=Role.BESIDE)
 def updated_too_often(evidence: Evidence) -> Finding | None:
     """Calls of ``update`` between micro-batches, or between optimizers."""

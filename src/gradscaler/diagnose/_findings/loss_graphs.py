@@ -238,7 +238,7 @@ detached = _at_a_place(
     "misuse",
     "A term of the loss gives no gradient: {place} cuts it off from weights that the loss trains, "
     "so they do not learn from it.",
-    "If they should, leave out that detach(): a critic on the way does not move, as another "
+    "If they should, leave out that call: a critic on the way does not move, as another "
     "optimizer holds it and zeroes its gradients first. If not, leave the term out.",
     is_certain=False,
 )

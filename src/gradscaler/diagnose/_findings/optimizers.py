@@ -324,6 +324,23 @@ _STOPPED = {  # why an optimizer finds no gradient any more, and what to do
 
 
 @detector(Phase.MISUSE)
+def moved_frozen(evidence: Evidence) -> Finding | None:
+    """Frozen parameters that an optimizer moves all the same."""
+    which = evidence.events.place(Event.MOVED_FROZEN)
+    if not which:
+        return None
+    return Finding(
+        "misuse",
+        f"The optimizer moves {which} with requires_grad=False: the gradients there are 0 and "
+        "not None, so momentum and weight decay go on.",
+        "Set p.grad = None for each parameter p that is frozen, or leave these out of the optimizer"
+        f"{evidence.at('optimizer')}.",
+        line=evidence.line_of("optimizer"),
+        count=evidence.events.count(Event.MOVED_FROZEN),
+    )
+
+
+@detector(Phase.MISUSE)
 def stopped(evidence: Evidence) -> Finding | None:
     """Steps without a gradient at the end of a run that had made others."""
     last = str(evidence.past[-1].step) if evidence.past else ""

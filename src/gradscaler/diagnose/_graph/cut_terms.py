@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from gradscaler.diagnose._operations.operation import Role
 from gradscaler.diagnose._operations.rows import names_with
 
 _ADDS, _STACKS = names_with(Role.ADDS), names_with(Role.STACKS)
+_TO_NUMBERS = {"item": "item()", "__float__": "float()"}
 _MOST_CUTS = 20  # of one step; a rollout may have one for each action
 
 
@@ -40,33 +40,40 @@ class CutTerms:
 
     def __init__(self) -> None:
         self._values: dict[int, tuple[Any, _Cut]] = {}  # by ids; keeps no tensor alive
+        self._numbers: dict[float, _Cut] = {}
         self._meant: set[_Cut] = set()
         self._left = _MOST_CUTS
         self.added: dict[Node, _Cut] = {}
 
     def see(self, call: Call) -> None:
         """Note a call that cuts a value off, computes with one, or adds one to a graph."""
-        node = call.inputs[0].grad_fn if call.operation == "detach" and call.inputs else None
+        cuts = "detach()" if call.operation == "detach" else _TO_NUMBERS.get(call.name)
+        node = call.inputs[0].grad_fn if cuts and call.inputs else None
         if node is not None and self._left:
             self._left -= 1
             _, line = called_from(stack_from(call.frame)[0])
-            place = "detach()" + (f" at {line}" if line else "")
-            self._keep(call.outputs, _Cut(place, node._sequence_nr(), _leaves_of(node)))
+            place = f"{cuts} at {line}" if line else f"{cuts}"
+            self._keep(call, _Cut(place, node._sequence_nr(), _leaves_of(node)))
             return
-        read = [(each, cut) for each in call.inputs if (cut := self._cut_of(each)) is not None]
+        read = [(each.numel(), cut) for each in call.inputs if (cut := self._cut_of(each))]
+        numbers = [each for each in call.args if isinstance(each, float)]
+        read += [(1, self._numbers[each]) for each in numbers if each in self._numbers]
         made = [each for each in call.outputs if each.grad_fn is not None]
         if read and not made:
-            self._keep(call.outputs, read[0][1])
+            self._keep(call, read[0][1])
         elif read:
             is_sum = call.operation in _ADDS and all(each.numel() == 1 for each in made)
             is_sum |= call.operation in _STACKS
-            if is_sum and all(each.numel() == 1 for each, _ in read):
+            if is_sum and all(size == 1 for size, _ in read):
                 self.added |= {each.grad_fn: read[0][1] for each in made}
             else:
                 self._meant.update(cut for _, cut in read)
 
-    def _keep(self, tensors: Iterable[Tensor], cut: _Cut) -> None:
-        self._values |= {id(each): (weakref.ref(each), cut) for each in tensors}
+    def _keep(self, call: Call, cut: _Cut) -> None:
+        """Note what a call makes of a value that is cut off; few other numbers are equal to it."""
+        self._values |= {id(each): (weakref.ref(each), cut) for each in call.outputs}
+        if call.name in _TO_NUMBERS and not (number := float(call.inputs[0].detach())).is_integer():
+            self._numbers[number] = cut
 
     def _cut_of(self, tensor: Tensor) -> _Cut | None:
         alive, cut = self._values.get(id(tensor), (None, None))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from gradscaler.diagnose._graph.attention_batches import is_batch_of_attention
 from gradscaler.diagnose._graph.axes import (
@@ -16,7 +16,6 @@ from gradscaler.diagnose._graph.axes import (
 )
 from gradscaler.diagnose._graph.call_site import Node
 from gradscaler.diagnose._graph.nodes import is_leaf, saved, shape_of
-from gradscaler.diagnose._record.events import Event
 
 _ELEMENTWISE = "log", "neg", "add", "sub", "div", "mul", "clamp", "clamp_min", *SAME
 _SOFTMAXES = "softmax", "log_softmax"
@@ -31,9 +30,9 @@ _Shape = tuple[int, ...]
 
 
 class WrongAxis(NamedTuple):
-    """An operation along a wrong axis: its event, its node, and what follows its line."""
+    """An operation along a wrong axis: what it is, its node, and what follows its line."""
 
-    event: Event
+    kind: Literal["across", "over queries", "pooled batch", "whole norm"]
     node: Node
     rest: str = ""
 
@@ -47,14 +46,14 @@ def wrong_axes_in(nodes: Sequence[Node]) -> Iterator[WrongAxis]:
     for node in nodes:
         name = kept_name(node)
         if (across := _across(node, name)) is not None:
-            yield WrongAxis(Event.ACROSS, across)
+            yield WrongAxis("across", across)
         elif name in _PRODUCTS and (softmax := _over_queries(node)) is not None:
-            yield WrongAxis(Event.OVER_QUERIES, softmax)
+            yield WrongAxis("over queries", softmax)
         elif name in _POOLS and (taken := _pooled_batch(node, name, readers)):
-            yield WrongAxis(Event.POOLED_BATCH, node, taken)
+            yield WrongAxis("pooled batch", node, taken)
         elif name == "div" and _is_by_whole_norm(node, readers):
             sizes = list(shape_of(node))
-            yield WrongAxis(Event.WHOLE_NORM, node, f" makes {sizes} of one norm for all rows")
+            yield WrongAxis("whole norm", node, f" makes {sizes} of one norm for all rows")
 
 
 def _across(node: Node, name: str) -> Node | None:

@@ -64,6 +64,8 @@ class HeldParameters:
         # Of the latest loss: whether each is a parameter.
         self._leaves: dict[int, bool] | None = None
         self._lines: dict[str, str] = {}  # see Optimizers
+        # Before a sampled step: some elements of each that is frozen, and has a gradient of 0.
+        self._frozen: dict[str, bytes] = {}
 
     def see_calls(self, optimizer: object, frame: FrameType | None) -> None:
         """Note the lines of the calls around an optimizer's first step, which has this frame."""
@@ -144,6 +146,26 @@ class HeldParameters:
             return "frozen"
         was_own = self._model is not None and self.names[id(optimizer)] != UNOWNED
         return "replaced" if was_own and self._own().isdisjoint(map(id, held)) else ""
+
+    def see_frozen(self, named: Mapping[str, Tensor]) -> None:
+        """Note what an optimizer may move though it is frozen, before a sampled step.
+
+        Where no parameter is trained, the code may make gradients of its own.
+        """
+        frozen = {} if not any(p.requires_grad for p in named.values()) else named
+        self._frozen = {
+            name: sample_of(p, FEW_ELEMENTS).tobytes()
+            for name, p in frozen.items()
+            if not p.requires_grad and p.grad is not None and not largest(p.grad)
+        }
+
+    def moved_frozen(self, named: Mapping[str, Tensor]) -> str:
+        """How many of these the step has moved, and the first; empty if none."""
+        before, self._frozen = self._frozen, {}
+        now = {name: sample_of(named[name], FEW_ELEMENTS).tobytes() for name in before}
+        moved = [name for name, elements in now.items() if elements != before[name]]
+        count = f"{len(moved)} parameter{'s' * (len(moved) > 1)}"
+        return f"{count} ({moved[0]} first)" if moved else ""
 
     def has_moved(self) -> bool:
         """Whether PyTorch counted a change of the model since this was asked before."""

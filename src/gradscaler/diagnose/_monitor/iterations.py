@@ -14,6 +14,7 @@ from gradscaler.diagnose._gradients.reading import Tensor
 from gradscaler.diagnose._graph.nodes import MOST_LOSSES
 from gradscaler.diagnose._monitor.gradient_check import HostCopy, LateCheck
 from gradscaler.diagnose._monitor.gradient_sample import GradientSample, fields_of, is_sampled
+from gradscaler.diagnose._monitor.made_gradients import MadeGradient
 from gradscaler.diagnose._monitor.scaled_losses import ScaledLosses
 from gradscaler.diagnose._monitor.step_log import Observations, StepLog
 from gradscaler.diagnose._monitor.zeroed_passes import ZeroedPasses
@@ -48,6 +49,7 @@ class Iteration:
     num_losses: int = 0
     kind: type | None = None  # of the node that the latest loss has in PyTorch
     passes: ZeroedPasses = field(default_factory=ZeroedPasses)  # likewise
+    made: MadeGradient | None = None  # of what optimizers hold, likewise, beside a scaler
     batch: tuple[int, int] | None = None  # see BadStep
     added_to: dict[str, Tensor] = field(default_factory=dict)  # magnitudes, by optimizers' names
     checks: list[LateCheck] = field(default_factory=list)  # without a scaler, on a device

@@ -35,6 +35,7 @@ from gradscaler.diagnose._monitor.held_parameters import HeldParameters
 from gradscaler.diagnose._monitor.iterations import Iteration, Iterations
 from gradscaler.diagnose._monitor.learning_rates import LearningRates
 from gradscaler.diagnose._monitor.looks import Looks
+from gradscaler.diagnose._monitor.made_gradients import MadeGradient, leaves_of
 from gradscaler.diagnose._monitor.models import uncalled_in
 from gradscaler.diagnose._monitor.parameters import OptimizersParameters, has_stepped, held_by
 from gradscaler.diagnose._monitor.step_source import StepSource
@@ -43,7 +44,7 @@ from gradscaler.diagnose._monitor.training_mode import TrainingMode
 from gradscaler.diagnose._record.events import Counted, Event
 from gradscaler.diagnose._record.lines import BadStep
 from gradscaler.diagnose._record.step import Step
-from gradscaler.diagnose._record.thresholds import LEAST_ZEROED, PHASES
+from gradscaler.diagnose._record.thresholds import EXACT, LEAST_OWN_SCALE, LEAST_ZEROED, PHASES
 from gradscaler.outcome import HISTORY_LENGTH, StepOutcome
 
 MethodT = TypeVar("MethodT", bound=Callable[..., None])
@@ -158,6 +159,18 @@ class EagerObserver(StepSource):
         if iteration.is_sampled:
             iteration.scaled.add(loss, self._line_of)
             self._see_pass(iteration, loss)
+            if self._steps_by_scaler:
+                self._see_made(iteration, loss)
+
+    def _see_made(self, iteration: Iteration, loss: Tensor) -> None:
+        """Note a gradient that the pass of a loss will make of what optimizers hold."""
+        with suppress(Exception):
+            leaves, held = leaves_of(loss), self._held.by_optimizers()
+            if iteration.made is None:
+                known = [leaf for key, leaf in leaves.items() if key in held]
+                iteration.made = MadeGradient(known) if known else None
+            if iteration.made is not None:
+                iteration.made.note_after(leaves, self._hooks)
 
     def _see_pass(self, iteration: Iteration, loss: Tensor) -> None:
         """Look at a backward pass if steps have many."""
@@ -245,7 +258,21 @@ class EagerObserver(StepSource):
                 self.at_sample()
             if self._graphs is not None:
                 self._looks.note_shared(optimizer, iteration)
+                self._note_shrunk(iteration, optimizer, scale)
+                with suppress(Exception):
+                    self._held.see_frozen(self._named(optimizer))
             self._measure(optimizer, scale)
+
+    def _note_shrunk(
+        self, iteration: Iteration, optimizer: object, scale: SupportsFloat | None
+    ) -> None:
+        """Note gradients that the script has divided by the loss scale, before its scaler does."""
+        if scale is None or iteration.made is None or float(scale) < LEAST_OWN_SCALE:
+            return
+        with suppress(Exception):
+            factor = iteration.made.factor({id(p) for p in held_by(optimizer)})
+            if factor is not None and abs(factor) * float(scale) <= 1 + EXACT:
+                iteration.note(Event.SHRUNK)
 
     @closes_if_asked
     def note(self, events: Iterable[Counted]) -> None:
@@ -303,6 +330,10 @@ class EagerObserver(StepSource):
         if iteration.is_sampled:
             if self._graphs is not None:
                 self._looks.after_step(optimizer, iteration.number)
+                with suppress(Exception):
+                    if moved := self._held.moved_frozen(self._named(optimizer)):
+                        iteration.note(Event.MOVED_FROZEN)
+                        iteration.note(Event.MOVED_FROZEN, moved)
             self._measure(optimizer)  # if a closure made the gradients
         is_watched = self._watch.step == iteration.number
         can_read = self._steps_by_scaler and not isinstance(self.scaler, EngineScaler)

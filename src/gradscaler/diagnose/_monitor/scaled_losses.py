@@ -173,8 +173,8 @@ class ScaledLosses:
     ) -> None:
         """Note operations along a wrong axis, among the nodes of a loss."""
         with suppress(Exception):  # what a node keeps may be of any kind
-            for event, node, rest in wrong_axes_in(nodes):
-                self._note(event, node, line_of(loss, node), rest)
+            for kind, node, rest in wrong_axes_in(nodes):
+                self._note(_OF_AXES[kind], node, line_of(loss, node), rest)
 
     def _note_row(
         self, loss: Tensor, nodes: list[Node], line_of: Callable[[Tensor, Node], Line]
@@ -382,6 +382,12 @@ _IN_LOSSES = {
 }
 # What is wrong with the input of a loss, and what finds the node that makes it.
 _OF_INPUTS = {Event.TWICE: _normalised, Event.CUT: _cut}
+_OF_AXES = {
+    "across": Event.ACROSS,
+    "over queries": Event.OVER_QUERIES,
+    "pooled batch": Event.POOLED_BATCH,
+    "whole norm": Event.WHOLE_NORM,
+}
 
 
 def _broadcast(node: Node, reader: Node) -> str:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 import sys
-import weakref
 from collections.abc import Collection
 from itertools import islice
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from gradscaler.diagnose._gradients.arrays import sample_of
 from gradscaler.diagnose._gradients.reading import Tensor
 from gradscaler.diagnose._graph.call_site import Node
-from gradscaler.diagnose._graph.hooks import OneCallHooks, weakly
-from gradscaler.diagnose._graph.nodes import MOST_NODES, is_leaf, nodes_from
+from gradscaler.diagnose._graph.hooks import OneCallHooks
+from gradscaler.diagnose._graph.nodes import MOST_NODES, nodes_from
 from gradscaler.diagnose._monitor.gradient_check import elements_of
-from gradscaler.diagnose._record.thresholds import EXACT, FEW_ELEMENTS, LARGER_PASS, LEAST_ZEROED
+from gradscaler.diagnose._monitor.made_gradients import MadeGradient, leaves_of
+from gradscaler.diagnose._record.thresholds import LARGER_PASS, LEAST_ZEROED
 
 _MOST_NAMED = 8  # nodes behind a loss, which show what it computes
 _HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"  # of a tensor
@@ -47,9 +43,7 @@ class ZeroedPasses:
         self._kind = _Kind((), frozenset())  # of all losses so far
         self._most = 0  # elements of what one of these losses is made from
         self._sums: Any = None  # of each parameter's elements
-        self._parameter: Any = None  # a small one, weakly, which stands for all
-        # Its gradient, weakly, after the latest pass, and some of that gradient's elements.
-        self._made: tuple[Any, NDArray[Any]] | None = None
+        self._made: MadeGradient | None = None
 
     def before(self, loss: Tensor, held: Collection[int], hooks: OneCallHooks) -> None:
         """Look at a loss, and at what the pass before it has left; waits for the device.
@@ -65,19 +59,19 @@ class ZeroedPasses:
 
     def _is_next(self, loss: Tensor, held: Collection[int], hooks: OneCallHooks) -> bool:
         nodes: list[Node] = list(islice(nodes_from([loss.grad_fn]), MOST_NODES))
-        leaves = {id(node.variable): node for node in nodes if is_leaf(node)}
+        leaves = leaves_of(loss)
         kind = _Kind(tuple(node.name() for node in nodes[:_MOST_NAMED]), frozenset(leaves))
         size = next((size for size in map(_size_of, nodes) if size > 1), 1)
         sums = _sums_of(leaves.values())
-        made, self._made = self._made, None
+        was_made = self._made is not None and self._made.forget()
         if self._count == 1:
             is_held = bool(leaves) and kind.leaves <= {*held} and len(nodes) < MOST_NODES
             if not is_held or any(map(_has_hooks, leaves.values())):
                 return False
             self._kind, self._most, self._sums = kind, size, sums
-            self._parameter = weakref.ref(min(leaves.values(), key=_place_of).variable)
+            self._made = MadeGradient(leaves.values())
         elif (
-            made is None
+            not was_made
             or kind != self._kind
             or not size < LARGER_PASS * self._most
             or not bool((sums == self._sums).all())
@@ -85,22 +79,13 @@ class ZeroedPasses:
         ):
             return False
         self._most = max(self._most, size)
-        hooks.add(leaves[id(self._parameter())].register_hook, weakly(self._after))
-        return True
-
-    def _after(self, *_: object) -> None:
-        """Note the gradient that a pass has made."""
-        gradient = self._parameter().grad
-        self._made = weakref.ref(gradient), _part_of(gradient)
+        return self._made is not None and self._made.note_after(leaves, hooks)
 
     def lost_before(self, held: Collection[int]) -> int:
         """How many passes were made for nothing, at a step of the parameters with these ids."""
-        parameter = None if self._parameter is None else self._parameter()
         if not self._is_so or self._made is None or self._count < LEAST_ZEROED:
             return 0
-        (alive, made), gradient = self._made, getattr(parameter, "grad", None)
-        is_own = id(parameter) in held and gradient is not None and alive() is gradient
-        is_last = is_own and _is_multiple(_part_of(gradient), made)
+        is_last = self._made.is_kept and self._made.factor(held) is not None
         return (self._count - 1) * is_last
 
 
@@ -116,12 +101,6 @@ def _sums_of(leaves: Collection[Node]) -> Tensor:
     return torch.stack(sums) if sums else torch.zeros(0)
 
 
-def _place_of(leaf: Node) -> tuple[bool, int]:
-    """The place in an order of parameters by their size; those of too few elements come last."""
-    size = leaf.variable.numel()
-    return size < FEW_ELEMENTS, size
-
-
 def _has_hooks(leaf: Node) -> bool:
     """Whether code of the user's is called with a parameter's gradient."""
     return any(getattr(leaf.variable, name, None) for name in _HOOKS)
@@ -130,18 +109,3 @@ def _has_hooks(leaf: Node) -> bool:
 def _has_gradient(parameter: Tensor) -> bool:
     gradient = parameter.grad
     return gradient is not None and bool(elements_of(gradient).any())
-
-
-def _part_of(gradient: Tensor) -> NDArray[Any]:
-    """A copy of some of a gradient's elements, on the host."""
-    return np.array(sample_of(gradient, FEW_ELEMENTS), np.float64).ravel()
-
-
-def _is_multiple(now: NDArray[Any], before: NDArray[Any]) -> bool:
-    """Whether numbers are others, times one factor: unscaled or clipped gradients are."""
-    if now.shape != before.shape or not np.isfinite(now).all() or not np.isfinite(before).all():
-        return False
-    place = np.abs(before).argmax()
-    if not before[place] or not now[place]:
-        return False
-    return bool(np.allclose(now / now[place], before / before[place], rtol=0, atol=EXACT))

@@ -34,6 +34,8 @@ class Event(Enum):
     UNDIVIDED = "undivided", "recorder", "optimizers"
     # A step took gradients that had left their dtype by the loss scale alone.
     UNSKIPPED = "unskipped", "recorder", "origins"
+    # Samples: gradients were divided by the loss scale, or by more, and then by the scaler, too.
+    SHRUNK = "shrunk", "observer", "calls"
     REPEATED = "repeated", "observer recorder", "calls"  # the optimizer stepped beside its scaler
     # The gradients of a step that a script left out were not zeroed.
     KEPT = "kept", "loop_observer", "evidence"
@@ -63,6 +65,8 @@ class Event(Enum):
     SHARED = "shared", "looks", "optimizers"  # as LOSS: it stepped another's parameters
     # No gradient in steps that follow others: at the number of the last, and why, if that is known.
     STOPPED = "stopped", "step_log", "optimizers"
+    # Samples: a step moved parameters that are frozen, whose gradients are 0: at their number.
+    MOVED_FROZEN = "moved_frozen", "observer", "optimizers"
     # A step left its weights as they were, which each one does: at "returned", "given", "dropped",
     # "copied", "zero" or "apart".
     UNMOVED = "unmoved", "recorded_loop", "losses optimizers"
