@@ -133,6 +133,11 @@ def of_calls():
         ),
         ("called 5 times beside ... count=5", [counted(9, repeated=5)], [counted(9, repeated=4)]),
         (
+            "took the loss that scale() returned ... by 1024 all the same ... count=2",
+            [counted(9, {"scale": 1024.0}, bypassed=2)],
+            [counted(9, {"scale": 1024.0}, bypassed=1)],
+        ),
+        (
             "divided the gradients by the loss scale of 1024 ... count=2",
             [counted(9, {"scale": 1024.0}, shrunk=2)],
             [counted(9, {"scale": 1024.0}, shrunk=1)],
@@ -588,7 +593,7 @@ def of_learning():
             ],
         ),
         (
-            "losses of several kinds follow one another",
+            "losses of several kinds, or several optimizers, follow one another",
             [kinds(102)],
             [kinds(101)],
         ),
@@ -1352,7 +1357,7 @@ def of_evidence():
             [ended(17, 3), ended(19)],
         ),
         (
-            "losses of several kinds follow one another",
+            "losses of several kinds, or several optimizers, follow one another",
             [changed(21)],
             [changed(20)],
         ),

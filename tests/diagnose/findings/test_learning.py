@@ -113,7 +113,7 @@ def test_a_guess_among_two_classes_is_left_to_gans(classes, is_told):
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_a_loss_depends_on_and_nobody_holds_is_named_with_the_praise(count):
     unheld = Events().after({"unheld": count, "unheld ArcFace.weight": count})
-    said = "unless ArcFace.weight should be trained, which neither the model nor an optimizer"
+    said = "If ArcFace.weight should be trained, give that to an optimizer: neither the model nor"
     assert (said in told(FELL, events=unheld)) == (count > 1)
 
 
@@ -147,7 +147,10 @@ def test_a_loss_that_does_not_fall_is_told_with_a_scaler_too():
 @pytest.mark.parametrize(
     ("losses", "said"),
     [
-        (FELL, "unless head.bias and 1 more should be trained, which were frozen on the way"),
+        (
+            FELL,
+            "If head.bias and 1 more should be trained, look at what froze them on the way",
+        ),
         (STOOD, "If it should have fallen, look at head.bias and 1 more, which were frozen on"),
     ],
 )
@@ -356,7 +359,7 @@ def test_the_ends_of_a_loss_are_those_of_the_latest_one():
 )
 def test_no_ends_are_told_of_losses_that_follow_one_another(events):
     text = told([1.0, 100.0] * 60, events=events)
-    assert text.endswith("Nothing else was judged, as losses of several kinds follow one another.")
+    assert text.endswith("as losses of several kinds, or several optimizers, follow one another.")
 
 
 def test_what_an_optimizer_holds_later_is_not_said_to_be_held_by_none():

@@ -1,4 +1,4 @@
-"""Gradients that a script divides before its scaler does, and look-alikes."""
+"""Gradients that are not multiplied by the scale that a scaler divides by, and look-alikes."""
 
 import math
 
@@ -20,7 +20,16 @@ pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
 SCALE = 2.0**16
 
 
-def verdict_on(change, passes=1):
+def scaled(loss, scaler):
+    scaler.scale(loss).backward()
+
+
+def dropped(loss, scaler):
+    scaler.scale(loss)
+    loss.backward()
+
+
+def verdict_on(change, passes=1, backward=scaled):
     """The verdict on steps before which the code changes the gradients of a scaled loss."""
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -30,7 +39,7 @@ def verdict_on(change, passes=1):
             optimizer.zero_grad()
             for _ in range(passes):
                 loss = mse_loss(model(torch.randn(16, 8)), torch.randn(16, 4)) / passes
-                scaler.scale(loss).backward()
+                backward(loss, scaler)  # backward
             change(model, optimizer, scaler)
             scaler.step(optimizer)  # step
             scaler.update()
@@ -101,3 +110,25 @@ def test_it_is_told_with_micro_batches():
 )
 def test_gradients_that_the_scaler_alone_divides_are_not_told(change):
     assert "once more" not in verdict_on(change).text
+
+
+def weighed(loss, scaler):
+    (scaler.scale(loss) / 64).backward()
+
+
+def in_two_parts(loss, scaler):
+    part = scaler.scale(0.001 * loss)
+    (part + scaler.scale(0.999 * loss)).backward()
+
+
+@pytest.mark.parametrize("passes", [1, 4])
+def test_a_scaled_loss_that_no_pass_takes_is_told(passes):
+    found = verdict_on(untouched, passes, dropped).findings[0]
+    assert (found.kind, found.line) == ("misuse", line_with("backward"))
+    assert "took the loss that scale() returned, and step() divided" in found.cause
+    assert f"by {SCALE:g} all the same" in found.cause
+
+
+@pytest.mark.parametrize("backward", [weighed, in_two_parts], ids=lambda f: f.__name__)
+def test_a_scaled_loss_that_is_weighed_or_added_is_not_told(backward):
+    assert "scale() returned" not in verdict_on(untouched, backward=backward).text

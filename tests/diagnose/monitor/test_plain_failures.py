@@ -788,6 +788,25 @@ def test_a_schedule_of_epochs_that_is_stepped_by_batches_is_told(make, is_told):
     assert not is_told or "once an epoch" in said
 
 
+@pytest.mark.parametrize(("calls", "is_told"), [(8, True), (1, False)])
+def test_a_schedule_that_is_stepped_by_micro_batches_is_counted(calls, is_told):
+    training = Training()
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1)
+    end = 6 * calls
+    schedule = schedules.LambdaLR(training.optimizer, lambda step: max(0.0, 1 - step / end))
+
+    def loss_of(t):
+        for _ in range(calls * (t.step > 1)):
+            schedule.step()
+        return mse_loss(t.outputs(), t.target)
+
+    with Monitor(model=training.model, tell=[].append) as monitor:
+        training.train(loss_of, 40)
+    said = str(monitor.verdict)
+    assert "The learning rate was 0" in said
+    assert ("times in 9 steps, as if for each micro-batch" in said) == is_told
+
+
 AT_ZERO = [
     (by(schedules.StepLR, 10, gamma=0), "gamma=0 of StepLR"),
     (by(schedules.LinearLR, end_factor=0, total_iters=9), "end_factor=0 of LinearLR"),

@@ -25,6 +25,7 @@ def model(monkeypatch):
     monkeypatch.setattr(unfit_states, "places", [])
     monkeypatch.setattr(unfit_states, "copies", [])
     monkeypatch.setattr(unfit_states, "whole", ByIdentity())
+    monkeypatch.setattr(unfit_states, "loaded", ByIdentity())
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
 
 
@@ -121,3 +122,22 @@ def test_weights_that_were_loaded_are_named_where_the_loss_rises_at_once(
             optimizer.step()
     line = line_with("all of it")
     assert (f"The weights were loaded at {line}" in str(monitor.verdict)) is is_told
+
+
+@pytest.mark.parametrize(("of", "is_told"), [("model", True), ("teacher", False)])
+def test_weights_that_are_loaded_in_the_middle_are_named_where_the_loss_rises(model, of, is_told):
+    first = copy.deepcopy(model.state_dict())
+    loaded = {"model": model, "teacher": copy.deepcopy(model)}[of]
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    with Monitor(model=model, tell=[].append) as monitor:
+        for step in range(120):
+            if step == 80:
+                loaded.load_state_dict(first)  # in the middle
+                optimizer.param_groups[0]["lr"] = 1e-4
+            jump = 20.0 * (step >= 80 and of == "teacher")
+            optimizer.zero_grad()
+            ((model(torch.randn(8, 4)) - 5).square().mean() + jump).backward()
+            optimizer.step()
+    said = f"load_state_dict() at {line_with('in the middle')} brought before step 81"
+    assert "rose at step 81" in str(monitor.verdict)
+    assert (said in str(monitor.verdict)) is is_told

@@ -403,6 +403,24 @@ def clipped_while_scaled(evidence: Evidence) -> Finding | None:
 
 
 @detector(Phase.MISUSE, needs_scaler=True)
+def bypassed(evidence: Evidence) -> Finding | None:
+    """Backward passes that do not take the loss that scale() returned."""
+    count = evidence.events.count(Event.BYPASSED)
+    if count < FEW_SAMPLES:
+        return None
+    return Finding(
+        "misuse",
+        f"In {count} samples, no backward pass{evidence.at('backward')} took the loss that scale() "
+        f"returned, and step() divided the gradients by {evidence.scale:g} all the same, so each "
+        "step is that much too small.",
+        "Take the backward pass of what scale() returns: the loss that it was given stays as it "
+        "is.",
+        line=evidence.line_of("backward"),
+        count=count,
+    )
+
+
+@detector(Phase.MISUSE, needs_scaler=True)
 def shrunk(evidence: Evidence) -> Finding | None:
     """Gradients that are divided by the loss scale before the scaler divides them."""
     count = evidence.events.count(Event.SHRUNK)

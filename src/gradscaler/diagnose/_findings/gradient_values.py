@@ -80,17 +80,22 @@ def cut_off(evidence: Evidence) -> Finding | None:
     where = names[-1].rpartition(".")[0] or None
     whose = f"{len(names)} of {len(sample.parameters) + len(sample.missing)} parameters"
     if by == CUT:
+        place = evidence.events.place(Event.PASSES_NONE)
+        look = (
+            f"look behind {where or names[-1]} for what cuts the graph, such as detach(), .data, "
+            ".item(), numpy(), torch.tensor(), argmax or a comparison"
+        )
         return Finding(
             "dead",
             f"{whose}, {names[0]} first, have no gradient, though their modules run before others "
-            "that have one.",
+            f"that have one{f': {place} cuts them off' if place else ''}.",
             at_any_scale(
-                f"look behind {where or names[-1]} for what cuts the graph, such as detach(), "
-                ".data, .item(), numpy(), torch.tensor(), argmax or a comparison; if it is meant "
-                "to be cut, call requires_grad_(False) on them",
+                f"{'leave that call out' if place else look}; if it is meant to be cut, call "
+                "requires_grad_(False) on them",
                 evidence,
             ),
             where,
+            line=place.partition(" at ")[2] or None,
         )
     if by == CHECKPOINT:
         return Finding(

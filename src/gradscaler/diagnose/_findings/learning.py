@@ -50,6 +50,7 @@ from gradscaler.diagnose._record.thresholds import (
 )
 
 # No promise beyond what was looked at: a loss may fall that asks for something else than is meant.
+_ELSE = "Nothing else wrong was seen in numbers and calls"
 FINE, MEANING = "Nothing wrong was seen in numbers and calls", ", and what it means was not judged"
 _A_BOUND = "a lower bound, look for a term with the wrong sign"
 
@@ -64,7 +65,10 @@ def whether_it_learns(evidence: Evidence) -> str:
     if not evidence.events.count(Event.CHANGED):
         return _of_one_loss(evidence)
     if (phase := _latest_phase(evidence)) is None:
-        return "Nothing else was judged, as losses of several kinds follow one another."
+        return (
+            "Nothing else was judged, as losses of several kinds, or several optimizers, follow "
+            "one another."
+        )
     begun = f"since step {phase.past[0].step}, where it became another one, "
     return _of_one_loss(phase, begun)
 
@@ -138,7 +142,7 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
     has_margin = evidence.events.count(Event.MARGIN) >= FEW_SAMPLES
     may_stand = has_fallen and not evidence.way.is_smooth
     stands = _stands(losses, has_margin) if may_stand or has_margin else ""
-    rise = _rose_again(losses, usual) or stands
+    rise = _rose_again(losses, usual, evidence) or stands
     if is_whole:
         rise = rise or _climbed(losses, evidence) or _peaked(losses, evidence)
     no_measure = _no_measure(evidence, values, "look at the learning rate, inputs and targets")
@@ -149,13 +153,10 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
         steps = f"{evidence.steps} step{'s' * (evidence.steps != 1)}"
         return f"{judged}, in {steps}, too few to say whether it falls."
     if (is_short and not is_back) or has_fallen:
-        unless = f"{_listed(frozen)} should be trained, {_FROZEN}" if frozen else ""
-        if not unless and (unheld := _unheld_in(evidence)):
-            unless = f"{unheld} should be trained, which {_UNHELD}"
         low = usual if first is None else min(usual, first)
         if not is_short and values[-1] > low:  # the latest loss alone is a high one
             went += f", its mean from {usual:g} to {fmean(values[-LATE:]):g}"
-        return f"{FINE}{unless and f', unless {unless}'}: {went}{MEANING}."
+        return f"{_praise(evidence)}: {went}{MEANING}."
     if frozen:
         return f"{judged}. If it should have fallen, look at {_listed(frozen)}, {_FROZEN}."
     hint = _ignored(evidence) or _overwritten(evidence) or _unheld(evidence) or _clipped(evidence)
@@ -253,13 +254,24 @@ def _is_as_at_first(latest: float, first: float | None) -> bool:
 _FROZEN = "which were frozen on the way (requires_grad=False)"
 
 
+def _praise(evidence: Evidence) -> str:
+    """The begin of what is said of a loss that fell, which first names what may not be trained."""
+    frozen = () if evidence.optimizers is None else evidence.optimizers.frozen
+    if frozen:
+        last = f"If {_listed(frozen)} should be trained, look at what froze"
+        return f"{last} {'them' if frozen[1:] else 'it'} on the way (requires_grad=False). {_ELSE}"
+    if unheld := _unheld_in(evidence):
+        return f"If {unheld} should be trained, give that to an optimizer: {_UNHELD} it. {_ELSE}"
+    return FINE
+
+
 def _listed(names: tuple[str, ...]) -> str:
     """The last of some parameters, which may be the head's, and the number of the others."""
     *rest, last = names
     return f"{last} and {len(rest)} more" if rest else last
 
 
-def _rose_again(losses: Sequence[tuple[int, float]], usual: float) -> str:
+def _rose_again(losses: Sequence[tuple[int, float]], usual: float, evidence: Evidence) -> str:
     """A clause on a loss that has lost much of what it had won; empty if it has not.
 
     The latest steps are compared with each stretch before, as the first loss says nothing of a
@@ -277,12 +289,26 @@ def _rose_again(losses: Sequence[tuple[int, float]], usual: float) -> str:
     jump, rise = max(rises.items(), key=lambda item: item[1])
     at, look = f"up to step {losses[best - 1][0]}", "lower the learning rate"
     if rise > HALF * (latest - lowest):
-        at += f", and rose at step {losses[jump][0]}"
-        look = "look at what changes there: layers or weights, the learning rate, the data"
+        step = losses[jump][0]
+        at += f", and rose at step {step}"
+        look = f"look at {_changed_at(step, evidence)}"
     return (
         f"it was {lowest:g} on average in the {LATE} steps {at}. If it should have stayed there, "
         f"{look}."
     )
+
+
+def _changed_at(step: int, evidence: Evidence) -> str:
+    """What may have changed at a step at which the loss rose."""
+    for place in evidence.events.places(Event.RELOADED):
+        number, _, line = place.partition(" ")
+        if abs(int(number) - step) < SOON:
+            at = f" at {line}" if line else ""
+            return f"the weights that load_state_dict(){at} brought before step {number}"
+    what = "layers or weights, the learning rate, the data"
+    if evidence.optimizers is not None and (frozen := evidence.optimizers.frozen):
+        what = f"{_listed(frozen)}, {_FROZEN}; or {what}"
+    return f"what changes there: {what}"
 
 
 def _climbed(losses: Sequence[tuple[int, float]], evidence: Evidence) -> str:

@@ -298,7 +298,7 @@ def _explosion_at_once(case: Case, past: Sequence[Step]) -> tuple[Step, Step] | 
 
     In these, the large loss of a bad step is rather that of a too large step than of a bad batch.
     """
-    seen = [step for step in past if not step.skipped and _is_finite(step.loss)]
+    seen = [step for step in past if _is_finite(step.loss)]
     if not case.is_skipped and case.last.step <= SOON and _is_finite(case.last.loss):
         seen.append(Step(case.last.step, 1.0, skipped=False, loss=case.last.loss))
     later = seen[min(SOON, len(seen) // 2) :]

@@ -152,12 +152,17 @@ def still(evidence: Evidence) -> Finding | None:
     # Where it began at 0, a warm-up may hold it there, be it for an epoch.
     began_at_0 = count == evidence.steps or (evidence.rates and evidence.rates[0][1] == 0)
     may_rise = bool(began_at_0 or evidence.events.count(Event.SWITCHED))
+    calls = evidence.events.place(Event.HASTY)
+    rather = (
+        f": it was called {calls}, as if for each micro-batch"
+        if calls
+        else ", let the warm-up begin above 0, or give the schedule the true number of steps"
+    )
     return Finding(
         "misuse",
         f"{still}, though the optimizer was made with another one{setting and f': {setting}'}.",
-        f"{'Unless a schedule raises it later, c' if may_rise else 'C'}all scheduler.step() after "
-        f"each step(optimizer){evidence.at('step')}, let the warm-up begin above 0, or give the "
-        "schedule the true number of steps.",
+        f"{'Unless a schedule raises it later, c' if may_rise else 'C'}all scheduler.step() "
+        f"{'once ' if calls else ''}after each step(optimizer){evidence.at('step')}{rather}.",
         line=evidence.line_of("step"),
         count=count,
         is_certain=not may_rise,
@@ -423,6 +428,21 @@ def unmoved(evidence: Evidence) -> Finding | None:
         f"In {count} of {evidence.steps} steps, {why}, so nothing is trained.",
         action,
         count=count,
+    )
+
+
+@detector(Phase.STATE, in_streak=Role.CAUSE, at_bad_step=Role.CAUSE)
+def kept_by_hook(evidence: Evidence) -> Finding | None:
+    """An Inf or NaN in what a communication hook adds to each gradient."""
+    memory = evidence.events.place(Event.KEPT_BY_HOOK)
+    if not memory:
+        return None
+    return Finding(
+        "nan",
+        f"The memory of a communication hook, {memory}, holds an Inf or NaN: PowerSGD adds it to "
+        "each gradient, so all of them are NaN, though the losses are finite.",
+        "Clear error_dict, p_memory_dict and q_memory_dict of the hook's state after such a step, "
+        "as no skip and no lower scale does; and leave a bad batch out before its backward pass.",
     )
 
 

@@ -8,6 +8,7 @@ import re
 from gradscaler.diagnose._findings.advice import (
     at_any_scale,
     at_line,
+    is_inf_in_float16,
     of_backward,
     of_forward,
     of_gradient,
@@ -299,6 +300,9 @@ def _given(case: Case, located: Given, though: str) -> Finding:
     elif evidence.steps > evidence.skipped:  # good batches came before
         kept = _KEPT_OF_PROCESSES if _has_hooks(evidence) else _KEPT
         action = f"if it is {kept}, reset it, as no skip does; else look at the data"
+    elif is_inf_in_float16(located):
+        kind, what = "data", "In float16, the batch holds"
+        action = "normalize or clip numbers beyond 65504, or look for Inf in the data"
     else:
         kind, what = "data", "The batch itself holds"
         action = _LOOK_AT

@@ -46,8 +46,8 @@ _WITHOUT_GRADIENT = (
 )
 _IN_LOSSES = "an empty mask, a fully masked row, or a sum that overflows"
 _LEAVE_OUT = (
-    "look at these batches for outliers in inputs and labels, and leave out, clip or normalise "
-    "them; a loss that grows less for large errors (Huber's) helps too"
+    "look in these batches for outliers, and leave out, clip or normalise them (Huber's loss "
+    "helps, too), or lower the weight of a term that only they add"
 )
 _FAILS_BACKWARD = (
     "what fails in the backward pass alone, such as the root or norm of 0 (equal rows), or a rare "
@@ -61,7 +61,8 @@ def data(evidence: Evidence) -> Finding | None:
     if evidence.is_elsewhere:
         return None
     bad = [step for step in evidence.past if step.skipped and step.has_bad_loss]
-    skips, is_nan = bad or unexplained(evidence), not bad and are_mostly_nan(evidence)
+    skips = bad or _of_large_losses(evidence) or unexplained(evidence)
+    is_nan = not bad and are_mostly_nan(evidence)
     is_often = has_settled_and_skips(evidence) or _are_outliers(skips, evidence)
     is_often = is_often or (is_nan and evidence.scale is not None and evidence.scale < 1)
     if not _are_several(bad, evidence) and not is_often:
@@ -171,6 +172,22 @@ def _are_outliers(skips: Sequence[Step], evidence: Evidence) -> bool:
     if own is None or others is None or not abs(own) >= OUTLIER * abs(others) > 0:
         return False
     return len(skips) > max(FEW_EVENTS, MOST_SKIPPED * evidence.steps)
+
+
+def _of_large_losses(evidence: Evidence) -> list[Step]:
+    """The skips since the first applied step, if all have large losses that no step applies.
+
+    The scale may explain each of them: it grows until such a step comes, as with a term that is
+    added in one of 16 steps.
+    """
+    past = evidence.past
+    first = next((i for i, step in enumerate(past) if not step.skipped), len(past))
+    skips = [step for step in past[first:] if step.skipped]
+    _, usual = _usual_losses(skips, evidence)
+    if usual is None or not _are_outliers(skips, evidence):
+        return []
+    are_large = [step.loss is None or step.loss >= OUTLIER * abs(usual) for step in past[first:]]
+    return skips if are_large == [step.skipped for step in past[first:]] else []
 
 
 def _are_few(count: int, evidence: Evidence) -> bool:

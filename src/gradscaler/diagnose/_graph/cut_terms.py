@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ class CutTerms:
     def __init__(self) -> None:
         self._values: dict[int, tuple[Any, _Cut]] = {}  # by ids; keeps no tensor alive
         self._numbers: dict[float, _Cut] = {}
-        self._meant: set[_Cut] = set()
+        self._meant: dict[_Cut, None] = {}  # in their order
         self._left = _MOST_CUTS
         self.added: dict[Node, _Cut] = {}
 
@@ -67,7 +68,7 @@ class CutTerms:
             if is_sum and all(size == 1 for size, _ in read):
                 self.added |= {each.grad_fn: read[0][1] for each in made}
             else:
-                self._meant.update(cut for _, cut in read)
+                self._meant.update(dict.fromkeys(cut for _, cut in read))
 
     def _keep(self, call: Call, cut: _Cut) -> None:
         """Note what a call makes of a value that is cut off; few other numbers are equal to it."""
@@ -78,6 +79,11 @@ class CutTerms:
     def _cut_of(self, tensor: Tensor) -> _Cut | None:
         alive, cut = self._values.get(id(tensor), (None, None))
         return cut if alive is not None and alive() is tensor else None
+
+    def used_before(self, leaves: Collection[int]) -> str:
+        """The call that cuts off these leaves, by ids, of a value that a graph reads; or empty."""
+        used = (cut.place for cut in self._meant if cut.leaves.issuperset(leaves))
+        return next(used, "")
 
     def found_in(self, loss: Tensor) -> str | None:
         """The cut of a value that a loss adds, as ``"detach() at train.py:7"``, or None."""

@@ -85,6 +85,11 @@ class CutOff:
         self._flat: dict[Node, str] = {}  # operations by node, of nodes that block gradients
         self._now: dict[str, str] = {}  # blocked in this step
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step is to be examined."""
+        return bool(self._left)
+
     def begin(self, step: int) -> None:
         """Begin a step, before its forward pass."""
         if self._left:
@@ -113,14 +118,19 @@ class CutOff:
             leaves = (each for each in nodes_from([node], reached) if is_leaf(each))
             self._unused.setdefault(module, set()).update(id(leaf.variable) for leaf in leaves)
 
-    def note(self, parameters: Mapping[str, Tensor]) -> None:
-        """Note what blocks the gradients of named parameters, before their optimizer steps."""
+    def note(self, parameters: Mapping[str, Tensor]) -> set[int]:
+        """Note what blocks the gradients of named parameters, before their optimizer steps.
+
+        Returns:
+            the ids of those that a gap in the graph keeps from a gradient.
+        """
         self.is_looking = self._watch.is_on  # the watch may have broken off
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         missing = {name for name, p in trained.items() if p.grad is None}
         zero = {n for n, p in trained.items() if p.grad is not None and not largest(p.grad)}
         cut = self._first_called(trained, missing)
         self._now |= {n: self._cut_by(n) for n in cut}
+        apart = {id(trained[name]) for name in cut}
         for name, parameter in trained.items() if missing else ():
             is_unused = id(parameter) in self._unused.get(_module_of(name), ())
             if is_unused and name in missing and name not in self._now:
@@ -133,6 +143,7 @@ class CutOff:
             ends_all = reached == trained.keys()
             if operation not in ENDED or (first and first <= reached) or ends_all:
                 self._now |= dict.fromkeys((n for n in trained if n in reached), operation)
+        return apart
 
     def end(self, lacks_gradient: bool) -> dict[str, str] | None:
         """End a step.

@@ -18,7 +18,7 @@ from gradscaler.diagnose._monitor import new_optimizers
 from gradscaler.diagnose._monitor.iterations import Iteration
 from gradscaler.diagnose._monitor.parameters import groups_of, has_stepped, rates_of
 from gradscaler.diagnose._record.events import Event
-from gradscaler.diagnose._record.thresholds import FADED, FEW_STILL, RATE_JUMPED
+from gradscaler.diagnose._record.thresholds import FADED, FEW_STILL, RATE_JUMPED, TOO_OFTEN
 
 _SETTINGS = "lr", "weight_decay", "momentum", "betas", "eps"
 # What makes a schedule of PyTorch's set a rate of 0, by its class; None if any number does in time.
@@ -120,14 +120,20 @@ class LearningRates:
     def _note_still(self, optimizer: object, iteration: Iteration, event: Event) -> None:
         """Note a step at a rate of 0, or almost, and once the setting that makes it so.
 
-        It is the setting of a schedule, as ``"gamma=0 of StepLR at train.py:7"``.
+        It is the setting of a schedule, as ``"gamma=0 of StepLR at train.py:7"``. A schedule that
+        counts several steps for each of the optimizer's is noted, too.
         """
         iteration.note(event)
         self._still[id(optimizer), event] += 1
         if self._still[id(optimizer), event] != FEW_STILL:  # as a look at all objects takes long
             return
-        if setting := next(filter(None, map(_zeroing, _schedules_of(optimizer))), ""):
+        schedules = _schedules_of(optimizer)
+        if setting := next(filter(None, map(_zeroing, schedules)), ""):
             iteration.note(event, setting)
+        calls = max((getattr(each, "last_epoch", 0) for each in schedules), default=0)
+        is_resumed = optimizer in new_optimizers.continued or optimizer in new_optimizers.rates
+        if calls >= TOO_OFTEN * iteration.number and not is_resumed:
+            iteration.note(Event.HASTY, f"{calls} times in {iteration.number} steps")
 
 
 def _has_new_schedule(optimizer: object) -> bool:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from inspect import currentframe
 from threading import Lock
-from typing import SupportsFloat, TypeVar
+from typing import Any, SupportsFloat, TypeVar
 
 from gradscaler.diagnose._gradients.arrays import alone, has_numbers, local
-from gradscaler.diagnose._gradients.reading import Tensor, inspect
+from gradscaler.diagnose._gradients.reading import Tensor, inspect, largest, largest_of
 from gradscaler.diagnose._graph.call_site import Node
 from gradscaler.diagnose._graph.guard import guard, guarded, passing
 from gradscaler.diagnose._graph.hooks import OneCallHooks, weakly
@@ -32,6 +32,7 @@ from gradscaler.diagnose._monitor.engine_scaler import EngineScaler
 from gradscaler.diagnose._monitor.failure_watch import FailureWatch
 from gradscaler.diagnose._monitor.gradient_sample import measure
 from gradscaler.diagnose._monitor.held_parameters import HeldParameters
+from gradscaler.diagnose._monitor.hook_memories import bad_memory
 from gradscaler.diagnose._monitor.iterations import Iteration, Iterations
 from gradscaler.diagnose._monitor.learning_rates import LearningRates
 from gradscaler.diagnose._monitor.looks import Looks
@@ -44,7 +45,13 @@ from gradscaler.diagnose._monitor.training_mode import TrainingMode
 from gradscaler.diagnose._record.events import Counted, Event
 from gradscaler.diagnose._record.lines import BadStep
 from gradscaler.diagnose._record.step import Step
-from gradscaler.diagnose._record.thresholds import EXACT, LEAST_OWN_SCALE, LEAST_ZEROED, PHASES
+from gradscaler.diagnose._record.thresholds import (
+    EXACT,
+    FEW_CALLS,
+    LEAST_OWN_SCALE,
+    LEAST_ZEROED,
+    PHASES,
+)
 from gradscaler.outcome import HISTORY_LENGTH, StepOutcome
 
 MethodT = TypeVar("MethodT", bound=Callable[..., None])
@@ -116,6 +123,8 @@ class EagerObserver(StepSource):
         # Of the latest step: the operation that its loss ends in, and the ids of its optimizers.
         self._kind: tuple[type, set[int]] | None = None
         self._num_kinds = 0  # changes of these
+        self._num_loads = 0  # of weights, between steps
+        self._memories_left = FEW_CALLS  # failed steps to look for them
 
     @property
     def waiting(self) -> list[Iteration]:
@@ -163,8 +172,10 @@ class EagerObserver(StepSource):
                 self._see_made(iteration, loss)
 
     def _see_made(self, iteration: Iteration, loss: Tensor) -> None:
-        """Note a gradient that the pass of a loss will make of what optimizers hold."""
+        """Note the gradient that a loss gets, and one that its pass makes of what is held."""
         with suppress(Exception):
+            root: Any = loss.grad_fn
+            self._hooks.add(root.register_prehook, partial(_note_received, iteration.received))
             leaves, held = leaves_of(loss), self._held.by_optimizers()
             if iteration.made is None:
                 known = [leaf for key, leaf in leaves.items() if key in held]
@@ -258,20 +269,26 @@ class EagerObserver(StepSource):
                 self.at_sample()
             if self._graphs is not None:
                 self._looks.note_shared(optimizer, iteration)
-                self._note_shrunk(iteration, optimizer, scale)
+                if scale is not None and id(optimizer) not in iteration.measured:
+                    self._note_misscaled(iteration, optimizer, float(scale))
                 with suppress(Exception):
                     self._held.see_frozen(self._named(optimizer))
             self._measure(optimizer, scale)
 
-    def _note_shrunk(
-        self, iteration: Iteration, optimizer: object, scale: SupportsFloat | None
-    ) -> None:
-        """Note gradients that the script has divided by the loss scale, before its scaler does."""
-        if scale is None or iteration.made is None or float(scale) < LEAST_OWN_SCALE:
+    def _note_misscaled(self, iteration: Iteration, optimizer: object, scale: float) -> None:
+        """Note gradients that are not multiplied by the scale by which the scaler divides them.
+
+        The loss itself gets the scale as its gradient where a backward pass takes the scaled one.
+        """
+        if scale < LEAST_OWN_SCALE:
             return
         with suppress(Exception):
-            factor = iteration.made.factor({id(p) for p in held_by(optimizer)})
-            if factor is not None and abs(factor) * float(scale) <= 1 + EXACT:
+            held = {id(p) for p in held_by(optimizer)}
+            factor = None if iteration.made is None else iteration.made.factor(held)
+            is_of_loss = not held.isdisjoint(iteration.scaled.reached)
+            if is_of_loss and 0 < LEAST_OWN_SCALE * largest_of(iteration.received) <= scale:
+                iteration.note(Event.BYPASSED)
+            elif factor is not None and abs(factor) * scale <= 1 + EXACT:
                 iteration.note(Event.SHRUNK)
 
     @closes_if_asked
@@ -297,6 +314,17 @@ class EagerObserver(StepSource):
         if self._mode.is_left(optimizer):
             iteration.note(Event.EVALUATING)
         self._rates.see(optimizer, iteration, is_new=id(optimizer) not in self._held.names)
+        self._see_loads(iteration, optimizer)
+        if self._cut_off.is_looking:
+            missing = self._cut_off.note(self._named(optimizer))
+            if missing and self._graphs is not None:
+                place = self._graphs.ungraphed.cuts.used_before(missing)
+                iteration.note(Event.PASSES_NONE, place) if place else None
+        if not getattr(optimizer, "state", True):
+            iteration.new.add(id(optimizer))
+
+    def _see_loads(self, iteration: Iteration, optimizer: object) -> None:
+        """Note calls that loaded nothing, or all, since the step before."""
         while unfit_states.places:
             iteration.note(Event.UNFIT, unfit_states.places.pop())
         while unfit_states.copies:
@@ -304,10 +332,13 @@ class EagerObserver(StepSource):
             if not iteration.is_first:  # before training, a copy of nothing new does no harm
                 iteration.note(Event.ONTO_ITSELF)
                 iteration.note(Event.ONTO_ITSELF, line)
-        if self._cut_off.is_looking:
-            self._cut_off.note(self._named(optimizer))
-        if not getattr(optimizer, "state", True):
-            iteration.new.add(id(optimizer))
+        if unfit_states.loaded.ids and self._num_loads < PHASES:  # some scripts load all the time
+            at = unfit_states.loaded_among(held_by(optimizer), unfit_states.loaded)
+            unfit_states.loaded.clear()
+            if at is not None and not iteration.is_first:
+                self._num_loads += 1
+                iteration.note(Event.RELOADED)
+                iteration.note(Event.RELOADED, f"{iteration.number} {at}".rstrip())
 
     @closes_if_asked
     def stepped(self, optimizer: object, outcome: StepOutcome, /) -> None:
@@ -354,7 +385,8 @@ class EagerObserver(StepSource):
         if optimizer in new_optimizers.continued:
             iteration.note(Event.FORGOTTEN)
             iteration.note(Event.FORGOTTEN, new_optimizers.continued.get(optimizer, ""))
-        if (line := unfit_states.loaded_among(held_by(optimizer))) is not None:
+        line = unfit_states.loaded_among(held_by(optimizer), unfit_states.whole)
+        if line is not None:
             iteration.note(Event.LOADED)
             iteration.note(Event.LOADED, line)
 
@@ -439,6 +471,12 @@ class EagerObserver(StepSource):
         bad = latest.nonfinite
         has_nan = bad is not None and any(each.num_nan for each in bad)
         self._watch.keep_located(self._graphs.found(has_failed))
+        if has_failed and self._memories_left:
+            self._memories_left -= 1
+            with suppress(Exception):
+                if memory := bad_memory():
+                    self._memories_left = 0
+                    self._iterations.latest.note(Event.KEPT_BY_HOOK, memory)
         self._graphs.step_ended(ended, has_failed, is_hopeless, has_nan)
 
     @closes_if_asked
@@ -447,6 +485,8 @@ class EagerObserver(StepSource):
         if self._updated == self._iterations.ended:
             self._watch.start_if_wanted(self._updated + 1)
             if self._graphs is not None:
+                if self._cut_off.is_due:
+                    self._graphs.ungraphed.seek_term()
                 self._graphs.begin(self._updated + 1)
         self._cut_off.begin(self._updated)
 
@@ -557,6 +597,10 @@ class EagerObserver(StepSource):
             iteration.unscaled += iteration.scaled.unscaled(named)
         unmoved = self.parameters.unmoved(optimizer, named, iteration.number)
         iteration.measured[id(optimizer)] = replace(found, missing=missing, unmoved=unmoved)
+
+
+def _note_received(received: list[float], gradients: Sequence[Tensor | None]) -> None:
+    received.append(largest_of(largest(each) for each in gradients if each is not None))
 
 
 def _gradients_of(named: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -286,12 +286,24 @@ def _is_sum(node: Node, reader: Node) -> bool:
 
 
 def _name_of(parameter: Tensor) -> str:
-    """A parameter by the class of the module that has it, as ``"Head.weight"``, or by its shape."""
-    for each in in_memory(sys.modules["torch"].nn.Module):
-        for name, own in each.named_parameters(recurse=False):
-            if own is parameter:
-                return f"{type(each).__name__}.{name}"
-    return f"one of shape {list(parameter.shape)}"
+    """A parameter as the script names it, or a module that has it, such as ``"head.weight"``.
+
+    Else it is named by the class of the largest module that has it, or by its shape.
+    """
+    variables = vars(sys.modules["__main__"])
+    script = {id(each): name for name, each in [*variables.items()] if not name.startswith("_")}
+    if id(parameter) in script:
+        return script[id(parameter)]
+    found = [
+        (id(module) not in script, -name.count("."), module, name)
+        for module in in_memory(sys.modules["torch"].nn.Module)
+        for name, own in module.named_parameters()
+        if own is parameter
+    ]
+    if not found:
+        return f"one of shape {list(parameter.shape)}"
+    *_, module, name = min(found, key=lambda each: each[:2])
+    return f"{script.get(id(module), type(module).__name__)}.{name}"
 
 
 def _scale_by_hand(loss: Tensor) -> float:

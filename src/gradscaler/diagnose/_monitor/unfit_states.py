@@ -24,6 +24,8 @@ copies: list[str] = []
 """The line, which may be empty, of each that copies a module onto itself, likewise."""
 whole = ByIdentity[str]()
 """The line, which may be empty, that last loaded all of a module."""
+loaded = ByIdentity[str]()
+"""Those lines that no observer has noted."""
 
 
 def noting(load: Callable[..., Any]) -> Any:
@@ -45,12 +47,13 @@ def forget() -> None:
     places.clear()
     copies.clear()
     whole.clear()
+    loaded.clear()
 
 
-def loaded_among(parameters: Iterable[Any]) -> str | None:
-    """The line, which may be empty, that loaded a module with one of these; None if none was."""
+def loaded_among(parameters: Iterable[Any], lines: ByIdentity[str]) -> str | None:
+    """The line, which may be empty, that loaded a module with one of these; None if none did."""
     ids = {id(each) for each in parameters}
-    return next((whole.get(m, "") for m in whole if not _ids_of(m).isdisjoint(ids)), None)
+    return next((lines.get(m, "") for m in lines if not _ids_of(m).isdisjoint(ids)), None)
 
 
 def _ids_of(module: Any) -> set[int]:
@@ -83,7 +86,7 @@ def _note(
         copies.append(line or "")
         return
     if not missing:
-        whole[module] = line or ""
+        whole[module] = loaded[module] = line or ""
         return
     at = f" at {line}" if line else ""
     places.append(f"{len(given)} keys (such as {given[0]}, not {missing[0]}){at}")

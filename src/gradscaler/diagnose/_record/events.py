@@ -36,9 +36,13 @@ class Event(Enum):
     UNSKIPPED = "unskipped", "recorder", "origins"
     # Samples: gradients were divided by the loss scale, or by more, and then by the scaler, too.
     SHRUNK = "shrunk", "observer", "calls"
+    # Samples: no backward pass took the loss that was scaled, and a step found gradients.
+    BYPASSED = "bypassed", "observer", "calls"
     REPEATED = "repeated", "observer recorder", "calls"  # the optimizer stepped beside its scaler
     # The gradients of a step that a script left out were not zeroed.
     KEPT = "kept", "loop_observer", "evidence"
+    # After a step that failed, a communication hook's memory held an Inf or NaN: at that memory.
+    KEPT_BY_HOOK = "kept_by_hook", "observer", "optimizers"
     # Backward passes after the step of a number, the last one, that found an Inf or NaN of an
     # earlier one in a gradient: at that number and the gradient's parameter.
     STAYED = "stayed", "step_log", "optimizers"
@@ -53,6 +57,8 @@ class Event(Enum):
     NONFINITE = "nonfinite", "learning_rates", "optimizers"  # Inf or NaN, as "lr of group 0"
     UPHILL = "uphill", "learning_rates", "optimizers"  # a learning rate was negative
     STILL = "still", "learning_rates", "optimizers"  # all rates were 0: at what set them, once
+    # Likewise: its schedule had made more steps than it had, as "80 times in 10 steps".
+    HASTY = "hasty", "learning_rates", "optimizers"
     FADED = "faded", "learning_rates", "optimizers"  # all were below a millionth: likewise
     RESCHEDULED = "rescheduled", "learning_rates", "optimizers"  # as "1e-4 to 0.1", if resumed
     # The rate that an optimizer was made with, as "lr=0.5 of SGD": its groups had that of another.
@@ -119,7 +125,7 @@ class Event(Enum):
     # It adds a sum over the batch to a mean, whose outputs are the same in all rows.
     SUMMED_TERM = "summed_term", "scaled_losses", "loss_graphs"
     # An operation, at its line, that passes no gradient on, in a step that lacks some.
-    PASSES_NONE = "passes_none", "recorder", "__init__"
+    PASSES_NONE = "passes_none", "recorder observer", "__init__ gradient_values"
     MARGIN = "margin", "scaled_losses", "learning"  # it is a mean of what a relu or clamp leaves
     FLAT = "flat", "scaled_losses", "learning"  # it is behind many of sigmoid and tanh in a row
     UNHELD = "unheld", "scaled_losses", "learning"  # it depends on what no model and optimizer has
@@ -132,6 +138,9 @@ class Event(Enum):
 
     # Calls of load_state_dict() between steps, at their line, from the module's own tensors.
     ONTO_ITSELF = "onto_itself", "observer", "calls"
+
+    # Likewise from other tensors, to what an optimizer holds: at the next step and that line.
+    RELOADED = "reloaded", "observer", "learning"
 
     # At the end: what the script's evaluation left as NaN, at its name.
     NAN_LEFT = "nan_left", "step_log", "__init__"

@@ -183,6 +183,7 @@ FEW_MOVES = 10  # steps, in which most parameters should have moved
 MOVED_BY = 3  # steps, in which what is trained by code that is not seen has moved
 MANY_CALLS = 10  # calls without a step that are worth a look
 UNUSED = 0.05  # the share of all gradients; below it, one that is all 0 is rather unused, an expert
+TOO_OFTEN = 2  # steps of a schedule for each of its optimizer, from the start
 FADED = 1e-6  # times the largest learning rate
 LEAST_OWN_SCALE = 256.0  # a smaller power of 2 is rather the size of a batch
 # Rows whose factors of shapes [n] and [n, 1] are told; fewer numbers may be quantiles or heads, as
