@@ -397,7 +397,7 @@ class LoopObserver(EagerObserver):
         if not self.log.num_steps and self._num_unstepped >= UNSTEPPED_LOSSES:
             self._note_untaken()
         is_long = self._num_unstepped >= UNSTEPPED_LOSSES * self._most_passes > 0
-        if is_long and not self._held.has_idle:  # whose steps were seen
+        if is_long and not (self._held.has_idle or self.log.has_stopped):  # whose steps were seen
             followed = f"{self._num_unstepped} calls of backward() followed without a step"
             self.log.break_off(f"{followed}; those of a copied optimizer are not seen")
         last = self.log.history[-1] if self.log.history else None

@@ -283,6 +283,11 @@ class StepLog:
         if num_before < STAYED_PASSES <= self._stayed.count:
             self.teller.say(self._look(is_last=False), self.counts.step)
 
+    @property
+    def has_stopped(self) -> bool:
+        """Whether it was told that steps find no gradient any more."""
+        return self._stopped.count >= MANY_CALLS
+
     def _stop(self) -> Watched | None:
         """The line of what came after the last step, without another; None if that is little."""
         seen = (self._stopped, MANY_CALLS), (self._stayed, STAYED_PASSES)
