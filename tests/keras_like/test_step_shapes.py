@@ -78,7 +78,7 @@ def test_variables_that_are_changed_by_hand_are_steps(said, cuts):
 
     text = said(train)
     assert "after 30 steps" in text
-    assert ("unless first should be trained" in text) is cuts
+    assert ("If first should be trained" in text) is cuts
     assert ("and stop_gradient at" in text) is cuts
 
 

@@ -663,7 +663,7 @@ def test_where_nothing_has_a_gradient_no_part_is_blamed():
 def test_parameters_that_are_not_used_are_information(missing, those):
     found = having_cut(None, missing=missing)
     assert found.kind == "normal"
-    assert f"in numbers and calls, unless {those} should be trained" in found.text
+    assert f"If {those} should be trained, look for what keeps the loss from" in found.text
     later = having_cut(None, missing=missing, later=((), missing[1:]))
     assert those not in later.text
 

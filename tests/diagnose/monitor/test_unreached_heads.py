@@ -95,4 +95,4 @@ def test_a_head_that_is_called_and_left_out_of_the_loss_is_named(loss_of, path):
 )
 def test_a_head_that_is_not_in_the_graph_or_not_trained_is_not(loss_of, freeze, those, path):
     text = verdict_on(loss_of, path, freeze).text
-    assert f"Nothing wrong was seen in numbers and calls, unless {those} should be trained" in text
+    assert f"If {those} should be trained, look for what keeps the loss from them" in text

@@ -19,7 +19,7 @@ from gradscaler.diagnose._findings.advice import of_result, seen_in
 from gradscaler.diagnose._findings.detector import Detector, Role
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.failures import of_a_bad_step, of_skips
-from gradscaler.diagnose._findings.learning import FINE, MEANING, whether_it_learns
+from gradscaler.diagnose._findings.learning import ELSE, FINE, MEANING, whether_it_learns
 from gradscaler.diagnose._findings.nan_skips import nan_skips, uncured
 from gradscaler.diagnose._findings.origins import EXPLAIN_ALL
 from gradscaler.diagnose._findings.words import in_words_of
@@ -242,14 +242,13 @@ def _with_missing(learned: str, evidence: Evidence) -> str:
     cut = (name for name in missing if evidence.cut.get(name) == gradient_values.LEFT_OUT)
     modules = (name.rpartition(".")[0] for name in cut)
     unused = [*dict.fromkeys(each for each in modules if each and each not in used)]
-    is_fine = learned.startswith(FINE)
-    if is_fine and not unused:
-        return f"{FINE}, unless {those} should be trained: {seen}."
+    use = f"If {those} should be trained, look for what keeps the loss from them: {seen}."
+    if learned.startswith(FINE) and not unused:
+        return f"{use} {ELSE}."
     if evidence.takes_turns and not unused:
         return learned  # a sample has one turn, in which the others have no gradient
     learned = learned.replace(FINE, "Nothing else was judged", 1).replace(MEANING, "")
     told, _, rest = learned.partition(". ")
-    use = f"If {those} should be trained, look for what keeps the loss from them: {seen}."
     if unused:
         are, they_make = ("are", "they make") if len(unused) > 1 else ("is", "it makes")
         use = (

@@ -50,7 +50,7 @@ from gradscaler.diagnose._record.thresholds import (
 )
 
 # No promise beyond what was looked at: a loss may fall that asks for something else than is meant.
-_ELSE = "Nothing else wrong was seen in numbers and calls"
+ELSE = "Nothing else wrong was seen in numbers and calls"
 FINE, MEANING = "Nothing wrong was seen in numbers and calls", ", and what it means was not judged"
 _A_BOUND = "a lower bound, look for a term with the wrong sign"
 
@@ -259,9 +259,9 @@ def _praise(evidence: Evidence) -> str:
     frozen = () if evidence.optimizers is None else evidence.optimizers.frozen
     if frozen:
         last = f"If {_listed(frozen)} should be trained, look at what froze"
-        return f"{last} {'them' if frozen[1:] else 'it'} on the way (requires_grad=False). {_ELSE}"
+        return f"{last} {'them' if frozen[1:] else 'it'} on the way (requires_grad=False). {ELSE}"
     if unheld := _unheld_in(evidence):
-        return f"If {unheld} should be trained, give that to an optimizer: {_UNHELD} it. {_ELSE}"
+        return f"If {unheld} should be trained, give that to an optimizer: {_UNHELD} it. {ELSE}"
     return FINE
 
 
