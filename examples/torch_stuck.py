@@ -50,6 +50,7 @@ def normal() -> Training:
         model,
         lambda step, inputs: nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True)),
         GradScaler(init_scale=2.0**20),
+        lr=1e-2,
     )
 
 

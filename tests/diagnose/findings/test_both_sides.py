@@ -138,7 +138,7 @@ def of_calls():
             [counted(9, {"scale": 1024.0}, bypassed=1)],
         ),
         (
-            "divided the gradients by the loss scale of 1024 ... count=2",
+            "divided the gradients by 1024, which is the loss scale ... count=2",
             [counted(9, {"scale": 1024.0}, shrunk=2)],
             [counted(9, {"scale": 1024.0}, shrunk=1)],
         ),

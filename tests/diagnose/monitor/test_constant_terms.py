@@ -324,3 +324,26 @@ def test_no_step_is_watched_where_anything_was_compiled(monkeypatch):
 
     monkeypatch.setitem(torch._dynamo.utils.counters, "frames", {"total": 1})
     assert trained(weighted)[0].kind == "normal"
+
+
+@pytest.mark.parametrize("is_carried", [False, True])
+def test_a_number_of_a_loss_with_a_pass_of_its_own_is_not_told(is_carried):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with Monitor(None, model, tell=[].append) as monitor:
+        for _ in range(12):
+            optimizer.zero_grad()
+            total = 0.5
+            for _ in range(3):
+                first = mse_loss(model(torch.randn(8, 4)), torch.randn(8, 3)) + total
+                if is_carried:
+                    first.backward()
+                    total = first.item()
+                    continue
+                first.backward()
+                (
+                    functional.cross_entropy(model(torch.randn(8, 4)), LABELS) + first.item()
+                ).backward()
+            optimizer.step()
+    assert "cuts it off" not in str(monitor.verdict)

@@ -67,7 +67,7 @@ def test_the_call_that_cuts_layers_off_is_named_with_its_line():
     assert (found.kind, found.line) == ("dead", line)
     assert "4 of 6 parameters, query.weight first, have no gradient" in found.cause
     assert f"detach() at {line} cuts them off" in found.cause
-    assert found.action.startswith("Leave that call out")
+    assert found.action.startswith("Unless it is meant, leave that call out")
 
 
 @pytest.mark.parametrize("cut", [as_numbers, as_a_number], ids=lambda f: f.__name__)

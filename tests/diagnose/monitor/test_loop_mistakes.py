@@ -353,7 +353,7 @@ def of_zeroed_gradients(net):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (of_another_model, "as the loss depends on other parameters than those that it holds"),
+        (of_another_model, "as the loss depends on other parameters than it holds"),
         (of_a_tensor_made_anew, "its graph begins at a tensor that was made anew"),
         (of_zeroed_gradients, "as they are gone between the backward pass and the step"),
     ],

@@ -64,3 +64,25 @@ def test_a_frozen_layer_that_keeps_gradients_of_0_and_moves_is_told(make, is_sca
 )
 def test_what_stays_or_is_moved_on_purpose_is_not_told(make, more):
     assert SAID not in verdict_on(make, **more).text
+
+
+class Averaging(SGD):
+    """An optimizer that moves the last of its parameters, which was never trained, by itself."""
+
+    def step(self, closure=None):
+        super().step()
+        with torch.no_grad():
+            self.param_groups[0]["params"][-1].mul_(0.9)
+
+
+@pytest.mark.parametrize("kind", [SGD, Averaging, torch.optim.Adam])
+def test_what_was_never_trained_and_has_a_gradient_of_its_own_is_not_told(kind):
+    model, price = nn.Linear(8, 4), torch.ones(3)
+    optimizer = kind([*model.parameters(), price], lr=0.05)
+    with Monitor(None, model, tell=[].append) as monitor:
+        for step in range(60):
+            optimizer.zero_grad()
+            mse_loss(model(torch.randn(16, 8)), torch.randn(16, 4)).backward()
+            price.grad = torch.zeros(3) if step % 3 else torch.ones(3)
+            optimizer.step()
+    assert SAID not in monitor.verdict.text

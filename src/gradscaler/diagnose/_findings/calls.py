@@ -53,9 +53,9 @@ def repeated(evidence: Evidence) -> Finding | None:
 
 _ASTRAY = {  # why an optimizer never finds a gradient, and what to do
     "parameters": (
-        "the loss depends on other parameters than those that it holds",
-        "Make the optimizer{} after the model that the loss comes from, of its parameters: a copy "
-        "of a model, or one that is made again, has others. If it holds what is meant, look for "
+        "the loss depends on other parameters than it holds",
+        "Make the optimizer{} after the model of the loss, of its parameters: a copy of a model, "
+        "or one made again, has others. If it holds what is meant, look for "
         "detach() between that and the loss.",
     ),
     "others": (
@@ -428,13 +428,13 @@ def shrunk(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         "misuse",
-        f"In {count} samples, the code divided the gradients by the loss scale of "
-        f"{evidence.scale:g}, or by more, and the scaler{evidence.at('step')} then divided them "
-        "once more, so each step is far too small.",
-        "Leave out that division (or clipping before it): call scaler.unscale_(optimizer) in its "
-        "place, as step() does not divide again then.",
+        f"In {count} samples, the code divided the gradients by {evidence.scale:g}, which is the "
+        f"loss scale, and the scaler{evidence.at('step')} then divided them once more.",
+        "Unless that number is meant, such as a count of tokens, leave out the division: "
+        "scaler.unscale_(optimizer) makes it, and step() does not divide again then.",
         line=evidence.line_of("step"),
         count=count,
+        is_certain=False,
     )
 
 

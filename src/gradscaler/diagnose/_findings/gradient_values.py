@@ -90,8 +90,8 @@ def cut_off(evidence: Evidence) -> Finding | None:
             f"{whose}, {names[0]} first, have no gradient, though their modules run before others "
             f"that have one{f': {place} cuts them off' if place else ''}.",
             at_any_scale(
-                f"{'leave that call out' if place else look}; if it is meant to be cut, call "
-                "requires_grad_(False) on them",
+                f"{'unless it is meant, leave that call out' if place else look}; if they should "
+                "stay as they are, call requires_grad_(False) on them",
                 evidence,
             ),
             where,

@@ -169,10 +169,11 @@ def _since_it_fell(evidence: Evidence, went: str) -> str:
         return f"{judged}{so}"
     ends = [rate for _, rate in (*evidence.rates[:1], *evidence.rates[-1:])]
     rates = " to ".join(dict.fromkeys(f"{rate:g}" for rate in ends))
-    rate = f", at a learning rate of {rates}" if ends else ""
+    rate = f", at a learning rate of {rates}" if ends and not evidence.missing else ""
     # The latest loss alone is a low one, or a high one.
     seems_to = values[-1] < usual - FELL * abs(usual) or values[-1] > ROSE * abs(first or usual)
-    mean = f", its mean from {usual:g} to {fmean(values[-LATE:]):g}" if seems_to else ""
+    is_told = seems_to and not evidence.missing  # parameters without a gradient come first then
+    mean = f", its mean from {usual:g} to {fmean(values[-LATE:]):g}" if is_told else ""
     return (
         f"{judged}{mean}{rate}. If it should have fallen, look at the learning rate, clipping, "
         f"inputs and targets.{_added_up(evidence)}"
@@ -303,8 +304,8 @@ def _changed_at(step: int, evidence: Evidence) -> str:
     for place in evidence.events.places(Event.RELOADED):
         number, _, line = place.partition(" ")
         if abs(int(number) - step) < SOON:
-            at = f" at {line}" if line else ""
-            return f"the weights that load_state_dict(){at} brought before step {number}"
+            call = f"load_state_dict(){line and f' at {line}'}"
+            return f"the weights that {call} brought before step {number}, or the data"
     what = "layers or weights, the learning rate, the data"
     if evidence.optimizers is not None and (frozen := evidence.optimizers.frozen):
         what = f"{_listed(frozen)}, {_FROZEN}; or {what}"

@@ -306,7 +306,8 @@ def _explosion_at_once(case: Case, past: Sequence[Step]) -> tuple[Step, Step] | 
         return None
     least = max(EXPLODED * _size(seen[0]), LEAST_EXPLODED)
     peak = max(later, key=_size)
-    return (seen[0], peak) if min(map(_size, later)) > least else None
+    is_applied = not all(step.skipped for step in later)  # else the scale may settle yet
+    return (seen[0], peak) if is_applied and min(map(_size, later)) > least else None
 
 
 def _is_finite(loss: float | None) -> bool:

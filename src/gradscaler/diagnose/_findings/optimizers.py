@@ -290,9 +290,9 @@ def idle(evidence: Evidence) -> Finding | None:
         return Finding(
             "misuse",
             f"{cause}: the loss depends on parameters that no optimizer holds.",
-            "Unless its part of the loss begins later, make it of the parameters of the model that "
-            f"is trained{line and f', at {line}'}: it holds those of another one, of a copy, or of "
-            "layers that were replaced.",
+            "Unless its part of the loss begins later, make it of the trained model's parameters"
+            f"{line and f', at {line}'}: it holds those of another one, of a copy, or of layers "
+            "that were replaced.",
             where,
             line or None,
             count=count,
@@ -434,9 +434,9 @@ def unmoved(evidence: Evidence) -> Finding | None:
 @detector(Phase.STATE, in_streak=Role.CAUSE, at_bad_step=Role.CAUSE)
 def kept_by_hook(evidence: Evidence) -> Finding | None:
     """An Inf or NaN in what a communication hook adds to each gradient."""
-    memory = evidence.events.place(Event.KEPT_BY_HOOK)
-    if not memory:
-        return None
+    memory, latest = evidence.events.place(Event.KEPT_BY_HOOK), evidence.past[-2:]
+    if not memory or not all(step.skipped or step.has_bad_loss for step in latest):
+        return None  # a step was applied since, so it is over
     return Finding(
         "nan",
         f"The memory of a communication hook, {memory}, holds an Inf or NaN: PowerSGD adds it to "

@@ -43,6 +43,7 @@ class CutTerms:
         self._values: dict[int, tuple[Any, _Cut]] = {}  # by ids; keeps no tensor alive
         self._numbers: dict[float, _Cut] = {}
         self._meant: dict[_Cut, None] = {}  # in their order
+        self._taken: set[int] = set()  # numbers of nodes of losses, and of what these add up
         self._left = _MOST_CUTS
         self.added: dict[Node, _Cut] = {}
 
@@ -80,6 +81,11 @@ class CutTerms:
         alive, cut = self._values.get(id(tensor), (None, None))
         return cut if alive is not None and alive() is tensor else None
 
+    def note_loss(self, loss: Tensor) -> None:
+        """Note a loss that has a backward pass of its own, so that what it adds is trained."""
+        if loss.grad_fn is not None:
+            self._taken |= _numbers_in(loss)
+
     def used_before(self, leaves: Collection[int]) -> str:
         """The call that cuts off these leaves, by ids, of a value that a graph reads; or empty."""
         used = (cut.place for cut in self._meant if cut.leaves.issuperset(leaves))
@@ -91,8 +97,7 @@ class CutTerms:
         added = [self.added[node] for node in adders if node in self.added]
         if not added:
             return None
-        below = (each for node in adders for each, _ in node.next_functions if each is not None)
-        numbers = {each._sequence_nr() for each in below}
+        numbers = self._taken | _numbers_in(loss)
         leaves = _leaves_of(loss.grad_fn)
         return next(
             (
@@ -104,6 +109,13 @@ class CutTerms:
             ),
             None,
         )
+
+
+def _numbers_in(loss: Tensor) -> set[int]:
+    """The numbers of a loss' node, and of those that it adds up."""
+    adders = adders_of(loss.grad_fn)
+    below = [each for node in adders for each, _ in node.next_functions if each is not None]
+    return {each._sequence_nr() for each in (loss.grad_fn, *below)}
 
 
 def _leaves_of(node: Node) -> frozenset[int]:

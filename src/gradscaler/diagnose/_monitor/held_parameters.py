@@ -147,16 +147,17 @@ class HeldParameters:
         was_own = self._model is not None and self.names[id(optimizer)] != UNOWNED
         return "replaced" if was_own and self._own().isdisjoint(map(id, held)) else ""
 
-    def see_frozen(self, named: Mapping[str, Tensor]) -> None:
-        """Note what an optimizer may move though it is frozen, before a sampled step.
+    def see_frozen(self, optimizer: object, named: Mapping[str, Tensor]) -> None:
+        """Note what an optimizer may move though it was frozen, before a sampled step.
 
-        Where no parameter is trained, the code may make gradients of its own.
+        Where no parameter is trained, or one never was, the code may make gradients of its own.
         """
-        frozen = {} if not any(p.requires_grad for p in named.values()) else named
+        trained = self._trained.get(id(optimizer), set())
+        any_trained = any(p.requires_grad for p in named.values())
         self._frozen = {
             name: sample_of(p, FEW_ELEMENTS).tobytes()
-            for name, p in frozen.items()
-            if not p.requires_grad and p.grad is not None and not largest(p.grad)
+            for name, p in named.items()
+            if any_trained and id(p) in trained and _is_kept(p) and not largest(p.grad)
         }
 
     def moved_frozen(self, named: Mapping[str, Tensor]) -> str:
@@ -375,6 +376,11 @@ def _are_same(values: Tensor, along: int) -> bool:
         return False
     size = largest(units[0])
     return 0 < size < math.inf and largest(units - units[0]) <= SAME_UNIT * size
+
+
+def _is_kept(parameter: Tensor) -> bool:
+    """Whether a parameter is frozen, and keeps a gradient."""
+    return not parameter.requires_grad and parameter.grad is not None
 
 
 def _is_used(parameter: Tensor) -> bool:

@@ -50,7 +50,6 @@ class Iteration:
     kind: type | None = None  # of the node that the latest loss has in PyTorch
     passes: ZeroedPasses = field(default_factory=ZeroedPasses)  # likewise
     made: MadeGradient | None = None  # of what optimizers hold, likewise, beside a scaler
-    received: list[float] = field(default_factory=list)  # the gradients of losses, likewise
     batch: tuple[int, int] | None = None  # see BadStep
     added_to: dict[str, Tensor] = field(default_factory=dict)  # magnitudes, by optimizers' names
     checks: list[LateCheck] = field(default_factory=list)  # without a scaler, on a device

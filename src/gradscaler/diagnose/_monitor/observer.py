@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
 from inspect import currentframe
 from threading import Lock
-from typing import Any, SupportsFloat, TypeVar
+from typing import SupportsFloat, TypeVar
 
 from gradscaler.diagnose._gradients.arrays import alone, has_numbers, local
-from gradscaler.diagnose._gradients.reading import Tensor, inspect, largest, largest_of
+from gradscaler.diagnose._gradients.reading import Tensor, inspect
 from gradscaler.diagnose._graph.call_site import Node
 from gradscaler.diagnose._graph.guard import guard, guarded, passing
 from gradscaler.diagnose._graph.hooks import OneCallHooks, weakly
@@ -39,6 +39,7 @@ from gradscaler.diagnose._monitor.looks import Looks
 from gradscaler.diagnose._monitor.made_gradients import MadeGradient, leaves_of
 from gradscaler.diagnose._monitor.models import uncalled_in
 from gradscaler.diagnose._monitor.parameters import OptimizersParameters, has_stepped, held_by
+from gradscaler.diagnose._monitor.raw_passes import RawPasses
 from gradscaler.diagnose._monitor.step_source import StepSource
 from gradscaler.diagnose._monitor.teller import StuckError
 from gradscaler.diagnose._monitor.training_mode import TrainingMode
@@ -47,9 +48,9 @@ from gradscaler.diagnose._record.lines import BadStep
 from gradscaler.diagnose._record.step import Step
 from gradscaler.diagnose._record.thresholds import (
     EXACT,
-    FEW_CALLS,
     LEAST_OWN_SCALE,
     LEAST_ZEROED,
+    MANY_CALLS,
     PHASES,
 )
 from gradscaler.outcome import HISTORY_LENGTH, StepOutcome
@@ -110,6 +111,7 @@ class EagerObserver(StepSource):
         self._watch = FailureWatch(self.model, self.log, finds_operations=not is_torch)
         self._cut_off = CutOff(self._watch, sees_operations)
         self._hooks = OneCallHooks()  # of the present iteration's losses
+        self._raw = RawPasses()  # likewise
         self._looks = Looks(self.model, sees_operations, weakly(self.note_repeated))
         self._sees_own_steps = is_torch and self._steps_by_scaler
         self.parameters = OptimizersParameters(self.model)
@@ -124,7 +126,8 @@ class EagerObserver(StepSource):
         self._kind: tuple[type, set[int]] | None = None
         self._num_kinds = 0  # changes of these
         self._num_loads = 0  # of weights, between steps
-        self._memories_left = FEW_CALLS  # failed steps to look for them
+        # Failed steps after which to look at hooks' memories, and what the latest look has found.
+        self._memories_left, self._memory = MANY_CALLS, ""
 
     @property
     def waiting(self) -> list[Iteration]:
@@ -172,10 +175,9 @@ class EagerObserver(StepSource):
                 self._see_made(iteration, loss)
 
     def _see_made(self, iteration: Iteration, loss: Tensor) -> None:
-        """Note the gradient that a loss gets, and one that its pass makes of what is held."""
+        """See which losses backward passes take, and a gradient that this one's pass makes."""
+        self._raw.begin(loss)
         with suppress(Exception):
-            root: Any = loss.grad_fn
-            self._hooks.add(root.register_prehook, partial(_note_received, iteration.received))
             leaves, held = leaves_of(loss), self._held.by_optimizers()
             if iteration.made is None:
                 known = [leaf for key, leaf in leaves.items() if key in held]
@@ -206,6 +208,8 @@ class EagerObserver(StepSource):
             calls.seek_term()
         elif calls.is_on and not adds_a_constant(loss.grad_fn):
             calls.note_other()
+        if calls.is_on:
+            calls.cuts.note_loss(loss)
 
     def _note_term(self, iteration: Iteration, event: Event, place: str) -> None:
         iteration.note(event)
@@ -272,23 +276,19 @@ class EagerObserver(StepSource):
                 if scale is not None and id(optimizer) not in iteration.measured:
                     self._note_misscaled(iteration, optimizer, float(scale))
                 with suppress(Exception):
-                    self._held.see_frozen(self._named(optimizer))
+                    self._held.see_frozen(optimizer, self._named(optimizer))
             self._measure(optimizer, scale)
 
     def _note_misscaled(self, iteration: Iteration, optimizer: object, scale: float) -> None:
-        """Note gradients that are not multiplied by the scale by which the scaler divides them.
-
-        The loss itself gets the scale as its gradient where a backward pass takes the scaled one.
-        """
+        """Note gradients that are not multiplied by the scale by which the scaler divides them."""
         if scale < LEAST_OWN_SCALE:
             return
         with suppress(Exception):
             held = {id(p) for p in held_by(optimizer)}
             factor = None if iteration.made is None else iteration.made.factor(held)
-            is_of_loss = not held.isdisjoint(iteration.scaled.reached)
-            if is_of_loss and 0 < LEAST_OWN_SCALE * largest_of(iteration.received) <= scale:
+            if self._raw.are_all() and not held.isdisjoint(iteration.scaled.reached):
                 iteration.note(Event.BYPASSED)
-            elif factor is not None and abs(factor) * scale <= 1 + EXACT:
+            elif factor is not None and abs(factor * scale - 1) <= EXACT:
                 iteration.note(Event.SHRUNK)
 
     @closes_if_asked
@@ -472,12 +472,19 @@ class EagerObserver(StepSource):
         has_nan = bad is not None and any(each.num_nan for each in bad)
         self._watch.keep_located(self._graphs.found(has_failed))
         if has_failed and self._memories_left:
-            self._memories_left -= 1
-            with suppress(Exception):
-                if memory := bad_memory():
-                    self._memories_left = 0
-                    self._iterations.latest.note(Event.KEPT_BY_HOOK, memory)
+            self._see_memories()
+        else:
+            self._memory = ""
         self._graphs.step_ended(ended, has_failed, is_hopeless, has_nan)
+
+    def _see_memories(self) -> None:
+        """Note what a communication hook keeps, if it does so after two failed steps in a row."""
+        self._memories_left -= 1
+        with suppress(Exception):
+            before, self._memory = self._memory, bad_memory()
+            if before and self._memory:
+                self._memories_left = 0
+                self._iterations.latest.note(Event.KEPT_BY_HOOK, self._memory)
 
     @closes_if_asked
     def updated(self) -> None:
@@ -535,6 +542,7 @@ class EagerObserver(StepSource):
     def _end(self) -> None:
         """End the latest iteration."""
         self._hooks.remove()
+        self._raw.end()
         if self._steps_by_scaler:
             self._iterations.note_missed()
         iteration = self._iterations.latest
@@ -597,10 +605,6 @@ class EagerObserver(StepSource):
             iteration.unscaled += iteration.scaled.unscaled(named)
         unmoved = self.parameters.unmoved(optimizer, named, iteration.number)
         iteration.measured[id(optimizer)] = replace(found, missing=missing, unmoved=unmoved)
-
-
-def _note_received(received: list[float], gradients: Sequence[Tensor | None]) -> None:
-    received.append(largest_of(largest(each) for each in gradients if each is not None))
 
 
 def _gradients_of(named: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -291,7 +291,9 @@ def _name_of(parameter: Tensor) -> str:
     Else it is named by the class of the largest module that has it, or by its shape.
     """
     variables = vars(sys.modules["__main__"])
-    script = {id(each): name for name, each in [*variables.items()] if not name.startswith("_")}
+    # The first name counts: a later one may be that of a loop.
+    named = [(id(each), name) for name, each in variables.items() if not name.startswith("_")]
+    script = dict(reversed(named))
     if id(parameter) in script:
         return script[id(parameter)]
     found = [
