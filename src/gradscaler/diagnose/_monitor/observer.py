@@ -394,7 +394,8 @@ class EagerObserver(StepSource):
         """Note a step without a gradient, the optimizer's latest of so many from the start."""
         self._iterations.note_call(Event.IDLE)
         what = self._held.what_else(optimizer) if self._sees_graph else None
-        if what:
+        is_of_another = what is not None and not self._held.is_of_none  # as of a critic's optimizer
+        if what and not (is_of_another and what.startswith("parameters")):
             self._iterations.note_call(Event.ASTRAY, what)
         why = self._held.why_stopped(optimizer)
         if why is None:
