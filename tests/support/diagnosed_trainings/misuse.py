@@ -396,7 +396,7 @@ def a_cross_entropy_that_is_negative(setting: Setting) -> None:
     fit(setting, model, loss_of, 300, optimizer=optimizer)
 
 
-@training("misuse", None, "a copy of a model, or one that is made again")
+@training("misuse", None, "a copy of a model, or one made again")
 def the_optimizer_has_the_parameters_of_a_copy(setting: Setting) -> None:
     model = mlp(16, setting.pick(32, 48, 64), 1)
     optimizer = torch.optim.SGD(copy.deepcopy(model).parameters(), lr=1e-2)

@@ -301,9 +301,8 @@ def idle(evidence: Evidence) -> Finding | None:
         "misuse",
         f"{cause}.",
         "Unless its part of the loss begins later, look for detach(), .data, item() or no_grad() "
-        "between its parameters and the loss; call zero_grad() before the backward pass, not after "
-        "it; and make the optimizer after layers are replaced, of this model's parameters, not "
-        "those of a copy.",
+        "between its parameters and the loss; call zero_grad() before the backward pass; and make "
+        "the optimizer of this model's layers, not a copy's or replaced ones.",
         where,
         count=count,
     )

@@ -342,7 +342,7 @@ PRODUCT_OF_MANY = Repair(
 MASKED = Repair(
     "a row of the softmax is masked entirely (leave one place unmasked, or take a finite mask), or "
     "holds +Inf (-log(0))",
-    clauses=(Repair("; two masks of -65504 add up to -Inf: take -1e4", _in_float16),),
+    clauses=(Repair("; two masks of -65504 make -Inf: take -1e4", _in_float16),),
 )
 # Two numbers differ by at most twice the larger one.
 FAR_APART = Repair(
