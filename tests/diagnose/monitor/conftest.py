@@ -15,3 +15,11 @@ __all__ = ["ranks"]
 def no_line_is_due(monkeypatch):
     """The lines of a file do not depend on how fast a test is."""
     monkeypatch.setattr(step_log, "_LONGEST_UNWRITTEN", math.inf)
+
+
+@pytest.fixture
+def nothing_was_compiled(monkeypatch):
+    """As if no test before had compiled anything in this process."""
+    import torch._dynamo.utils
+
+    monkeypatch.delitem(torch._dynamo.utils.counters, "frames", raising=False)

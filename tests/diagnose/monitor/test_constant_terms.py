@@ -14,19 +14,11 @@ from gradscaler.torch import GradScaler
 from tests.support.marked_lines import lines_marked_in
 from tests.support.steps import take_step
 
-pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
+pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread", "nothing_was_compiled")
 line_with = lines_marked_in(__file__)
 KL = nn.KLDivLoss(log_target=True, reduction="batchmean")
 LABELS = torch.arange(8) % 3
 TRUTH = functional.one_hot(LABELS, 3).float()
-
-
-@pytest.fixture(autouse=True)
-def nothing_was_compiled(monkeypatch):
-    """As if no test before had compiled anything in this process."""
-    import torch._dynamo.utils
-
-    monkeypatch.delitem(torch._dynamo.utils.counters, "frames", raising=False)
 
 
 def weighted(out, teacher):

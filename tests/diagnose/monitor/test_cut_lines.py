@@ -11,16 +11,8 @@ from torch.nn.functional import cross_entropy
 from gradscaler.diagnose import Monitor
 from tests.support.marked_lines import lines_marked_in
 
-pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
+pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread", "nothing_was_compiled")
 line_with = lines_marked_in(__file__)
-
-
-@pytest.fixture(autouse=True)
-def nothing_was_compiled(monkeypatch):
-    """As if no test before had compiled anything in this process."""
-    import torch._dynamo.utils
-
-    monkeypatch.delitem(torch._dynamo.utils.counters, "frames", raising=False)
 
 
 class Net(nn.Module):

@@ -180,14 +180,20 @@ def _of_large_losses(evidence: Evidence) -> list[Step]:
     The scale may explain each of them: it grows until such a step comes, as with a term that is
     added in one of 16 steps.
     """
-    past = evidence.past
-    first = next((i for i, step in enumerate(past) if not step.skipped), len(past))
-    skips = [step for step in past[first:] if step.skipped]
+    past = _since_applied(evidence)
+    skips = [step for step in past if step.skipped]
     _, usual = _usual_losses(skips, evidence)
     if usual is None or not _are_outliers(skips, evidence):
         return []
-    are_large = [step.loss is None or step.loss >= OUTLIER * abs(usual) for step in past[first:]]
-    return skips if are_large == [step.skipped for step in past[first:]] else []
+    are_large = [step.loss is None or step.loss >= OUTLIER * abs(usual) for step in past]
+    return skips if are_large == [step.skipped for step in past] else []
+
+
+def _since_applied(evidence: Evidence) -> Sequence[Step]:
+    """The steps from the first one that was applied."""
+    past = evidence.past
+    first = next((i for i, step in enumerate(past) if not step.skipped), len(past))
+    return past[first:]
 
 
 def _are_few(count: int, evidence: Evidence) -> bool:
@@ -277,14 +283,13 @@ def unexplained(evidence: Evidence) -> list[Step]:
     scale does not fall after such skips, as under hysteresis, it explains only a few of them. Large
     gradients do not explain NaN without Inf, and nothing explains it at the lowest scale.
     """
-    past = evidence.past
-    first = next((i for i, step in enumerate(past) if not step.skipped), len(past))
+    past = _since_applied(evidence)
     found, growths = [], 0
     nan = {skip.step for skip in nan_skips(evidence)}
     alone = {skip.step for skip in uncured(evidence)}
-    backed_off = _backed_off(past[first:], evidence)
+    backed_off = _backed_off(past, evidence)
     num_close: Counter[float] = Counter()  # by scale
-    for before, step in pairwise(past[first:]):
+    for before, step in pairwise(past):
         growths += step.scale > before.scale
         if step.skipped and growths and step.step not in nan:
             growths -= 1

@@ -21,8 +21,7 @@ def bad_memory() -> str:
     module: Any = sys.modules.get(_POWER_SGD)
     for state in () if module is None else in_memory(module.PowerSGDState):
         for name in _MEMORIES:
-            memory = getattr(state, name, None)
-            kept = {str(key): each for key, each in (memory or {}).items()}
-            if isinstance(memory, Mapping) and inspect(kept):
+            memory: Mapping[int, Any] = getattr(state, name, {})
+            if inspect({str(key): each for key, each in memory.items()}):
                 return f"{type(state).__name__}.{name}"
     return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -64,9 +64,13 @@ class MadeGradient:
         return _factor(_part_of(parameter.grad), self._made[1])
 
 
-def leaves_of(loss: Tensor) -> dict[int, Node]:
-    """The leaves that a loss depends on, by the ids of their tensors."""
-    nodes = islice(nodes_from([loss.grad_fn]), MOST_NODES)
+def first_nodes(loss: Tensor) -> list[Node]:
+    """The nodes that a loss depends on, up to a number of them."""
+    return list(islice(nodes_from([loss.grad_fn]), MOST_NODES))
+
+
+def leaves_among(nodes: Iterable[Node]) -> dict[int, Node]:
+    """The leaves among nodes, by the ids of their tensors."""
     return {id(node.variable): node for node in nodes if is_leaf(node)}
 
 

@@ -36,7 +36,7 @@ from gradscaler.diagnose._monitor.hook_memories import bad_memory
 from gradscaler.diagnose._monitor.iterations import Iteration, Iterations
 from gradscaler.diagnose._monitor.learning_rates import LearningRates
 from gradscaler.diagnose._monitor.looks import Looks
-from gradscaler.diagnose._monitor.made_gradients import MadeGradient, leaves_of
+from gradscaler.diagnose._monitor.made_gradients import MadeGradient, first_nodes, leaves_among
 from gradscaler.diagnose._monitor.models import uncalled_in
 from gradscaler.diagnose._monitor.parameters import OptimizersParameters, has_stepped, held_by
 from gradscaler.diagnose._monitor.raw_passes import RawPasses
@@ -178,7 +178,7 @@ class EagerObserver(StepSource):
         """See which losses backward passes take, and a gradient that this one's pass makes."""
         self._raw.begin(loss)
         with suppress(Exception):
-            leaves, held = leaves_of(loss), self._held.by_optimizers()
+            leaves, held = leaves_among(first_nodes(loss)), self._held.by_optimizers()
             if iteration.made is None:
                 known = [leaf for key, leaf in leaves.items() if key in held]
                 iteration.made = MadeGradient(known) if known else None
@@ -317,11 +317,15 @@ class EagerObserver(StepSource):
         self._see_loads(iteration, optimizer)
         if self._cut_off.is_looking:
             missing = self._cut_off.note(self._named(optimizer))
-            if missing and self._graphs is not None:
-                place = self._graphs.ungraphed.cuts.used_before(missing)
-                iteration.note(Event.PASSES_NONE, place) if place else None
+            if self._graphs is not None and missing:
+                self._note_cut(iteration, self._graphs.ungraphed.cuts.used_before(missing))
         if not getattr(optimizer, "state", True):
             iteration.new.add(id(optimizer))
+
+    def _note_cut(self, iteration: Iteration, place: str) -> None:
+        """Note the call that keeps parameters from a gradient, if it is known."""
+        if place:
+            iteration.note(Event.PASSES_NONE, place)
 
     def _see_loads(self, iteration: Iteration, optimizer: object) -> None:
         """Note calls that loaded nothing, or all, since the step before."""

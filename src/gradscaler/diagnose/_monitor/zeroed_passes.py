@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Collection
-from itertools import islice
 from typing import Any, NamedTuple
 
 from gradscaler.diagnose._gradients.reading import Tensor
 from gradscaler.diagnose._graph.call_site import Node
 from gradscaler.diagnose._graph.hooks import OneCallHooks
-from gradscaler.diagnose._graph.nodes import MOST_NODES, nodes_from
+from gradscaler.diagnose._graph.nodes import MOST_NODES
 from gradscaler.diagnose._monitor.gradient_check import elements_of
-from gradscaler.diagnose._monitor.made_gradients import MadeGradient, leaves_of
+from gradscaler.diagnose._monitor.made_gradients import MadeGradient, first_nodes, leaves_among
 from gradscaler.diagnose._record.thresholds import LARGER_PASS, LEAST_ZEROED
 
 _MOST_NAMED = 8  # nodes behind a loss, which show what it computes
@@ -58,8 +57,8 @@ class ZeroedPasses:
                 self._is_so = is_next
 
     def _is_next(self, loss: Tensor, held: Collection[int], hooks: OneCallHooks) -> bool:
-        nodes: list[Node] = list(islice(nodes_from([loss.grad_fn]), MOST_NODES))
-        leaves = leaves_of(loss)
+        nodes = first_nodes(loss)
+        leaves = leaves_among(nodes)
         kind = _Kind(tuple(node.name() for node in nodes[:_MOST_NAMED]), frozenset(leaves))
         size = next((size for size in map(_size_of, nodes) if size > 1), 1)
         sums = _sums_of(leaves.values())
