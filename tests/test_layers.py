@@ -32,13 +32,14 @@ TABLE = {
     "_frameworks": set(),
     "_atomic": set(),
     "_notebook": set(),
+    "_in_memory": set(),
     "policies": {"errors"},
     "_formats": RULES | {"_frameworks"},
     "_eager": RULES,
     "_torch_like": EAGER,
     "_on_torch": TORCH_LIKE,
     "_keras_like": RULES,
-    "torch": TORCH_LIKE | {"_frameworks", "_on_torch"},
+    "torch": TORCH_LIKE | {"_frameworks", "_in_memory", "_on_torch"},
     "tensorplay": TORCH_LIKE | {"_frameworks"},
     "paddle": EAGER | {"_frameworks"},
     "jax": RULES | {"_frameworks"},
@@ -52,6 +53,7 @@ TABLE = {
     "diagnose._operations": {"diagnose._record"},
     "diagnose._gradients": RULES | {"diagnose._record"},
     "diagnose._graph": {
+        "_in_memory",
         "_notebook",
         "diagnose._record",
         "diagnose._gradients",
@@ -65,7 +67,7 @@ TABLE = {
     | {"diagnose._record", "diagnose._gradients", "diagnose._operations"},
     "diagnose._monitor": RULES
     | ROOMS
-    | {"_notebook"}
+    | {"_in_memory", "_notebook"}
     | {"diagnose._locate", "diagnose._graph", "diagnose._operations", "diagnose._seams"},
     "diagnose.report": {"_atomic"} | ROOMS,
     "diagnose.simulate": RULES | ROOMS | {"diagnose.report"},
@@ -75,6 +77,7 @@ TABLE = {
     "_doctor": {"_frameworks", "gradscaler"},
     "_run_script": {
         "_frameworks",
+        "_in_memory",
         "_notebook",
         "torch",
         "diagnose",

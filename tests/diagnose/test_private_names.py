@@ -58,6 +58,7 @@ ALLOWED = {
     "_num_yielded",  # the batches that an iterator of PyTorch's DataLoader has given
     "_checks",  # modules of ours that every package uses
     "_atomic",
+    "_in_memory",
     "_notebook",
 }
 

@@ -6,9 +6,9 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+from gradscaler._in_memory import in_memory
 from gradscaler._run_script.undo import replace
 from gradscaler.diagnose._graph.guard import guarded
-from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.stand_ins import in_place_of
 
 

@@ -13,6 +13,7 @@ from weakref import WeakSet
 
 import numpy as np
 
+from gradscaler._in_memory import in_memory
 from gradscaler._run_script.after_init import after_init
 from gradscaler._run_script.kept_gradients import KeptGradients
 from gradscaler._run_script.runs import LOOP, Runs
@@ -22,7 +23,6 @@ from gradscaler._run_script.undo import on_stop, replace
 from gradscaler.diagnose._gradients.arrays import dtype_name, sample_of, to_numpy
 from gradscaler.diagnose._gradients.reading import are_finite, inspect, largest
 from gradscaler.diagnose._graph.guard import guard, guarded
-from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.stand_ins import in_place_of
 from gradscaler.diagnose._graph.threads import end_if_in_threads
 from gradscaler.diagnose._locate.locate import seam_named, seam_of

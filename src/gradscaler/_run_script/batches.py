@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from typing import Any
 
+from gradscaler._in_memory import in_memory
 from gradscaler.diagnose._graph.call_site import shown_line
 
 
@@ -20,7 +20,7 @@ def prepared_by(step: int, in_workers: bool = False) -> str:
     kind = getattr(module, "_BaseDataLoaderIter", None)
     if kind is None:
         return ""
-    loading = [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    loading = in_memory(kind)
     if in_workers:
         loading = [each for each in loading if getattr(each, "_num_workers", 0)]
     places = {_place_of(getattr(each, "_dataset", None)) for each in loading}

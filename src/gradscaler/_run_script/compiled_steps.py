@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gradscaler._in_memory import in_memory
 from gradscaler._run_script.runs import Runs
 from gradscaler._run_script.undo import replace
 from gradscaler.diagnose import inspect
 from gradscaler.diagnose._graph.guard import guarded
-from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.stand_ins import in_place_of
 from gradscaler.diagnose._locate.unnoticed import unnoticed
 from gradscaler.diagnose._monitor.recorded_loop import Unscaled

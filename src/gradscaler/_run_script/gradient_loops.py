@@ -15,6 +15,7 @@ from weakref import ref
 
 from numpy.typing import NDArray
 
+from gradscaler._in_memory import in_memory
 from gradscaler._run_script.compiled_steps import CompiledSteps, at_scale_1, scale_of
 from gradscaler._run_script.runs import Runs
 from gradscaler._run_script.undo import replace
@@ -23,7 +24,6 @@ from gradscaler.diagnose import Located, inspect
 from gradscaler.diagnose._gradients.arrays import sample_of, to_numpy
 from gradscaler.diagnose._gradients.reading import largest
 from gradscaler.diagnose._graph.guard import guarded
-from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.stand_ins import in_place_of
 from gradscaler.diagnose._locate.locate import is_locating
 from gradscaler.diagnose._locate.unnoticed import unnoticed

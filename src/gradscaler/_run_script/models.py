@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from gradscaler._in_memory import in_memory
 from gradscaler._run_script.variables import variables_of
 from gradscaler.diagnose._gradients.arrays import has_numbers, local
-from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._monitor.models import one_model
 from gradscaler.diagnose._monitor.parameters import held_by
 from gradscaler.diagnose._record.thresholds import FEW_ELEMENTS

@@ -20,6 +20,7 @@ from torch.optim import optimizer as hooks
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from gradscaler._in_memory import in_memory
 from gradscaler._run_script.after_import import after_import
 from gradscaler._run_script.after_init import after_init
 from gradscaler._run_script.engines import Engines
@@ -49,7 +50,6 @@ from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.hooks import StepHooks
 from gradscaler.diagnose._graph.lines import Tracebacks, keep_under
 from gradscaler.diagnose._graph.numpy_warnings import noting, numpy_warnings
-from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.search import Search
 from gradscaler.diagnose._graph.stand_ins import in_place_of
 from gradscaler.diagnose._monitor import (

@@ -14,6 +14,7 @@ from traceback import walk_stack
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from gradscaler._in_memory import in_memory
 from gradscaler._run_script.after_init import after_init
 from gradscaler._run_script.cut_gradients import cut_under_tape, told_of_none
 from gradscaler._run_script.runs import Runs
@@ -46,7 +47,6 @@ from gradscaler._run_script.undo import replace
 from gradscaler._run_script.voice import voice
 from gradscaler.diagnose._graph.call_site import is_of_user
 from gradscaler.diagnose._graph.guard import guarded
-from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.stand_ins import in_place_of
 from gradscaler.diagnose._graph.threads import end_if_in_threads
 from gradscaler.diagnose._monitor.parameters import eps_of

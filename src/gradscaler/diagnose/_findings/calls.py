@@ -66,7 +66,7 @@ _ASTRAY = {  # why an optimizer never finds a gradient, and what to do
     ),
     "held": (
         "they are gone between the backward pass and the step",
-        "Do not clear them there: call zero_grad() before the backward pass, not after it.",
+        "Do not clear them there: call zero_grad() before the backward pass.",
     ),
     "tensors": (
         "the loss depends on no parameter, and its graph begins at a tensor that was made anew",

@@ -59,8 +59,8 @@ _ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     (
-        "call zero_grad() before the backward pass, not after it",
-        ("call clear_grad() before the backward pass, not after it", *(_ANEW,) * 4),
+        "call zero_grad() before the backward pass",
+        ("call clear_grad() before the backward pass", *(_ANEW,) * 4),
     ),
     (
         "zero_grad() between backward() and step(), ",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ from types import FrameType
 from typing import Any
 from weakref import WeakValueDictionary
 
+from gradscaler._in_memory import in_memory
 from gradscaler.diagnose._gradients.arrays import local
 from gradscaler.diagnose._gradients.reading import Tensor, largest_finite, memory_of, rows_of
 from gradscaler.diagnose._graph.call_site import (
@@ -193,15 +193,6 @@ def _outermost(frames: Sequence[Frame]) -> str:
             if _has_line(kind, frame) and any(map(_has_tensors, in_memory(kind))):
                 return kind.__name__
     return ""
-
-
-def in_memory(kinds: Any) -> list[Any]:
-    """The objects in memory of classes; isinstance() would run code of proxies.
-
-    This takes 0.02 s and more: at the begin of a run, where a step has failed, and once for a name
-    that nothing else gives. A hook on each module would take 3 microseconds in each call.
-    """
-    return [each for each in gc.get_objects() if issubclass(type(each), kinds)]
 
 
 def _below(kind: type) -> Iterator[type]:

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from gradscaler._in_memory import in_memory
 from gradscaler.diagnose._gradients.reading import inspect
-from gradscaler.diagnose._graph.places import in_memory
 
 _POWER_SGD = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
 _MEMORIES = "error_dict", "p_memory_dict", "q_memory_dict"  # of its state, tensors by bucket

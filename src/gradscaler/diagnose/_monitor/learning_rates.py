@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gradscaler.diagnose._graph.places import in_memory
+from gradscaler._in_memory import in_memory
 from gradscaler.diagnose._monitor import new_optimizers
 from gradscaler.diagnose._monitor.iterations import Iteration
 from gradscaler.diagnose._monitor.parameters import groups_of, has_stepped, rates_of

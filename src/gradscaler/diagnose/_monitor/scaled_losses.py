@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from gradscaler._in_memory import in_memory
 from gradscaler.diagnose._gradients.arrays import alone, dtype_name
 from gradscaler.diagnose._gradients.reading import Tensor, largest
 from gradscaler.diagnose._graph.call_site import Node, behind_forms, differentiated
@@ -24,7 +25,6 @@ from gradscaler.diagnose._graph.nodes import (
     shape_of,
 )
 from gradscaler.diagnose._graph.paired_products import paired_in
-from gradscaler.diagnose._graph.places import in_memory
 from gradscaler.diagnose._graph.summands import adds_a_constant, subtracted_in, summands_of
 from gradscaler.diagnose._graph.summed_terms import summed_in
 from gradscaler.diagnose._graph.weighted_terms import weighted_in

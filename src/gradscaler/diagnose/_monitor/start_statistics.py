@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradscaler.diagnose._graph.places import in_memory
+from gradscaler._in_memory import in_memory
 from gradscaler.diagnose._monitor.models import models_in
 from gradscaler.diagnose._record.thresholds import FEW_CALLS
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from gradscaler._in_memory import in_memory
 from gradscaler.errors import ParameterError
 from gradscaler.torch._weights.stores import mixed
 
@@ -42,8 +43,7 @@ def must_not_be_replicated(parameters: Iterable[torch.Tensor]) -> None:
     if not (dist.is_available() and dist.is_initialized()):
         return
     gc.collect()  # a DDP that was deleted may be part of a circle
-    # Not isinstance(): it would run code of objects that pretend to have another class.
-    models = [each for each in gc.get_objects() if DistributedDataParallel in type(each).__mro__]
+    models = in_memory(DistributedDataParallel)
     whole = [ddp for ddp in models if hasattr(ddp, "module")]  # unless its constructor raised
     replicated = {id(p) for ddp in whole for p in _shared(ddp, ddp.module)}
     if any(id(parameter) in replicated for parameter in parameters):
