@@ -157,3 +157,17 @@ def test_a_script_s_modes_are_as_without_a_watch(case):
     assert seen_in(watch.start, watch.stop) == expected
     assert calls
     assert eval_frame._stance.stance == "default"
+
+
+@pytest.mark.parametrize("last", [0, 1], ids=["the first ends last", "the second ends last"])
+@pytest.mark.parametrize("stance", ["default", "eager_on_recompile"])
+def test_two_watches_restore_a_script_s_stance(stance, last):
+    watches = [CallWatch(lambda call: None) for _ in range(2)]
+    with torch.compiler.set_stance(stance):
+        for each in watches:
+            each.start()
+        watches[1 - last].stop()
+        assert eval_frame._stance.stance == "force_eager"
+        watches[last].stop()
+        assert eval_frame._stance.stance == stance
+    assert eval_frame._stance.stance == "default"

@@ -122,10 +122,11 @@ def leftovers():
         hasattr(torch.autograd.backward, "__wrapped__"),
         torch.is_anomaly_enabled(),
         torch._C._len_torch_function_stack(),
+        torch._dynamo.eval_frame._stance.stance,
     )
 
 
-CLEAN = (0, False, False, False, 0)
+CLEAN = (0, False, False, False, 0, "default")
 
 
 @pytest.mark.parametrize("with_scaler", [False, True], ids=["loop", "scaler"])

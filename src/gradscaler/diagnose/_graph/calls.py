@@ -173,9 +173,7 @@ class CallWatch:
 
         self._see, self._may_continue = see, may_continue
         self.mode: Any = Mode()
-        self._stances: list[Any] = []  # restore the user's stance of PyTorch's compiler
-        self._entered = self.mode, self._stances
-        weakref.finalize(self, _leave, *self._entered).atexit = False  # self may be dropped early
+        weakref.finalize(self, _leave, self.mode).atexit = False  # self may be dropped early
         self.is_on = False
         self.is_entered = False  # whether the mode was entered, and may not be left yet
         self._thread, self._process = threading.get_ident(), os.getpid()
@@ -191,12 +189,7 @@ class CallWatch:
         if not _is_entered(self.mode):  # it could not be left yet
             _put(self.mode)  # first, as stop() restores the stance of a mode that is entered
         try:
-            if "torch._dynamo" in sys.modules:  # without it, nothing is compiled
-                compiler: Any = sys.modules["torch.compiler"]
-                # The "default" stance remembers the user's. It comes first, so that an interrupt
-                # before it is kept does not leave "force_eager" on.
-                self._stances.append(compiler.set_stance("default"))
-                compiler.set_stance("force_eager")
+            _run_uncompiled(self.mode)
         except RuntimeError:
             self.stop()
             raise
@@ -209,9 +202,9 @@ class CallWatch:
         another thread, as each has its own stack, or while the mode handles a call.
         """
         was_on, self.is_on = self.is_on, False
-        is_left = threading.get_ident() == self._thread and _leave(*self._entered)
+        is_left = threading.get_ident() == self._thread and _leave(self.mode)
         if was_on and not is_left:
-            _leave_on(self._thread, *self._entered)
+            _leave_on(self._thread, self.mode)
         self.is_entered = was_on and not is_left
 
     def call(
@@ -233,7 +226,24 @@ class CallWatch:
         return outputs
 
 
-def _leave_on(thread: int, mode: object, stances: list[object]) -> None:
+_running: list[object] = []  # the modes of the watches that run now
+_stances: list[Any] = []  # restores the user's stance of PyTorch's compiler, while one of them does
+
+
+def _run_uncompiled(mode: object) -> None:
+    """Have PyTorch run compiled code uncompiled, until the last of several watches stops."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled
+        return
+    _running.append(mode)
+    if not _stances:
+        compiler: Any = sys.modules["torch.compiler"]
+        # The "default" stance remembers the user's. It comes first, so that an interrupt before it
+        # is kept does not leave "force_eager" on.
+        _stances.append(compiler.set_stance("default"))
+        compiler.set_stance("force_eager")
+
+
+def _leave_on(thread: int, mode: object) -> None:
     """Leave a mode on the thread that entered it, at that thread's next call of a module.
 
     The stack of a thread that has ended is gone, and the stance is that of all threads.
@@ -242,16 +252,16 @@ def _leave_on(thread: int, mode: object, stances: list[object]) -> None:
 
     def leave(*_: object) -> None:
         if threading.get_ident() == thread:
-            _leave(mode, stances)
+            _leave(mode)
             handle.remove()
 
     if any(other.ident == thread for other in threading.enumerate()):
         handle = register_module_forward_pre_hook(leave)
     else:
-        _restore(stances)
+        _end(mode)
 
 
-def _leave(mode: Any, stances: list[Any]) -> bool:
+def _leave(mode: Any) -> bool:
     """Take a mode from the stack of this thread, and restore the user's stance; False if it is not.
 
     A backward pass that raised an error may have left it there several times.
@@ -260,14 +270,18 @@ def _leave(mode: Any, stances: list[Any]) -> bool:
     while _is_entered(mode):
         _take(mode)
     if was_entered:
-        _restore(stances)
+        _end(mode)
     return was_entered
 
 
-def _restore(stances: list[Any]) -> None:
-    """Restore the user's stance of PyTorch's compiler."""
-    while stances:
-        stances.pop().__exit__(None, None, None)
+def _end(mode: object) -> None:
+    """Restore the user's stance of PyTorch's compiler, if the last watch ends that needs another.
+
+    Watches may end in any order, so none keeps a stance that another one has set.
+    """
+    _running[:] = [each for each in _running if each is not mode]
+    while _stances and not _running:
+        _stances.pop().__exit__(None, None, None)
 
 
 def _is_entered(mode: object) -> bool:
