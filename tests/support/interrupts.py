@@ -1,10 +1,12 @@
 """Interrupts a call at its lines: at some of them in ``make test``, at all in ``make test-all``."""
 
+import dis
 import gc
 import inspect
 import linecache
 import sys
 from contextlib import contextmanager
+from functools import cache
 from itertools import count
 
 from tests.support.chosen import sample
@@ -21,16 +23,13 @@ def watching(see, is_traced):
     constructor returns is its caller's, as soon as it is made. At the end of a ``with``, Python
     raises no interrupt, so that a lock is always released.
     """
-    is_raising = False
 
     def trace(frame, event, _):
-        nonlocal is_raising
         code = frame.f_code
         if not is_traced(code):
             return None
-        is_left_out = is_raising or code.co_flags & inspect.CO_GENERATOR
-        returns = event == "return" and not is_left_out and code.co_name != "__init__"
-        is_raising = event == "exception"
+        is_left_out = code.co_flags & inspect.CO_GENERATOR or code.co_name == "__init__"
+        returns = event == "return" and not is_left_out and frame.f_lasti in _returns_of(code)
         if (event == "line" and not _ends_with(frame)) or returns:
             see((code.co_filename, frame.f_lineno, event))
         return trace
@@ -43,6 +42,13 @@ def watching(see, is_traced):
     finally:
         sys.settrace(before)
         gc.enable()
+
+
+@cache
+def _returns_of(code):
+    """The places of what returns in code: a frame that an error ends "returns" elsewhere."""
+    own = "RETURN_VALUE", "RETURN_CONST"
+    return {each.offset for each in dis.get_instructions(code) if each.opname in own}
 
 
 def _ends_with(frame):
