@@ -16,6 +16,10 @@ class Below(Kept):
     """What is found too."""
 
 
+class Missing:
+    """What nothing is of."""
+
+
 class Proxy:
     """What pretends to have the class of another object, by code of its own."""
 
@@ -35,7 +39,7 @@ class Unhashed(metaclass=OfNoHash):
     """What has such a class."""
 
 
-@pytest.mark.parametrize("kinds", [Kept, (Kept,), (str, Kept, Below)], ids=str)
+@pytest.mark.parametrize("kinds", [Kept, (Kept,), (Missing, Kept, Below)], ids=str)
 def test_those_of_a_class_and_below_it_are_found(kinds):
     kept = [Kept(), Below(), Proxy(), Unhashed()]
     assert set(map(id, in_memory(kinds))) == set(map(id, kept[:2]))

@@ -245,6 +245,31 @@ def test_a_bad_parameter_that_all_summands_read_is_in_none_alone():
     assert (found.parameter, found.summand) == ("weight", None)
 
 
+def test_of_two_summands_that_are_inf_the_one_that_was_so_first_is_named():
+    def loss_of(model, x):
+        made = model(x).abs()
+        early = made.mul(1e38).mul(1e3)  # early
+        late = made.add(1).mul(1e38).mul(1e3)  # late
+        return late.mean() + early.mean()
+
+    found = located(Net(), loss_of)
+    assert (found.line, found.summand[:6]) == (line_with("early"), "2 of 2")
+
+
+def test_what_is_added_to_scores_is_not_the_bias_of_the_layer_that_made_them():
+    """A bias is added to a view of a product, whose node does not keep the shape of the view."""
+
+    def loss_of(model, x):
+        rows = torch.stack([x, x]).transpose(1, 2).contiguous().transpose(1, 2)
+        scores = model.head(rows)  # head
+        scores = scores + torch.tensor([0.0, 1, 1, 0]) * -math.inf  # a mask that is NaN
+        return scores.softmax(-1).square().mean()
+
+    found = located(Net(), loss_of)
+    assert (found.kind, found.operation) == ("input", "add")
+    assert found.line == line_with("a mask that is NaN")
+
+
 def test_the_way_to_an_overflow_shows_how_the_numbers_grew():
     model = nn.Linear(4, 4, bias=False).half()
     nn.init.constant_(model.weight, 2.0)

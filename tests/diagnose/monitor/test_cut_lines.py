@@ -1,4 +1,4 @@
-"""The line of a call that cuts parameters off from the loss."""
+"""The lines of calls that cut parameters off from the loss."""
 
 import pytest
 
@@ -66,4 +66,47 @@ def test_the_call_that_cuts_layers_off_is_named_with_its_line():
 def test_a_call_that_is_not_seen_is_looked_for(cut):
     found = verdict_on(cut).findings[0]
     assert "Look behind key for what cuts the graph" in found.action
+    assert found.line is None
+
+
+def verdict_of_two(loss_of):
+    """The verdict on a maker and a judge, each with an optimizer of its own."""
+    maker, judge = nn.Linear(6, 6), nn.Linear(6, 3)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (maker, judge)]
+    with Monitor(None, nn.ModuleDict({"maker": maker, "judge": judge}), tell=[].append) as monitor:
+        for _ in range(60):
+            for each in optimizers:
+                each.zero_grad()
+            loss_of(maker, judge, torch.randn(16, 6), torch.randint(3, (16,))).backward()
+            for each in optimizers:
+                each.step()
+    return monitor.verdict.findings[0]
+
+
+def judged(maker, judge, x, y):
+    return cross_entropy(judge(maker(x).tanh().detach() * x), y)  # judged
+
+
+def judged_twice(maker, judge, x, y):
+    right = cross_entropy(judge(maker(x).detach()), y)  # right
+    return right - cross_entropy(judge(maker(x).detach()), y.flip(0))  # wrong
+
+
+def test_the_call_that_cuts_an_optimizer_off_is_named_with_its_line():
+    found, line = verdict_of_two(judged), line_with("judged")
+    assert (found.kind, found.line, found.where) == ("misuse", line, "maker")
+    assert "The optimizer of maker found no gradient in its first" in found.cause
+    assert f"detach() at {line} cuts off what it holds" in found.cause
+
+
+def test_each_of_two_calls_that_cut_an_optimizer_off_is_named():
+    found = verdict_of_two(judged_twice)
+    both = [f"detach() at {line_with(each)}" for each in ("right", "wrong")]
+    assert f"{' and '.join(both)} cuts off what it holds" in found.cause
+
+
+def test_an_optimizer_of_what_no_loss_reads_is_told_without_a_line():
+    found = verdict_of_two(lambda maker, judge, x, y: cross_entropy(judge(x), y))
+    assert "The optimizer of maker found no gradient" in found.cause
+    assert "look for detach()" in found.action
     assert found.line is None

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 # as users write it
 
 from gradscaler.diagnose import Monitor
+from gradscaler.torch import GradScaler
 from tests.support.marked_lines import lines_marked_in
 
 pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
@@ -215,3 +216,44 @@ def test_what_is_found_later_says_that_it_replaces_what_was_said():
     assert f"by pow at {line_with('degrees')}" in second.cause
     assert "clamp the base" in second.action
     assert monitor.verdict.text.startswith("The forward pass of")
+
+
+class PartialLayer(nn.Module):
+    """Divides by the share of its inputs that a mask leaves, which is none somewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, inputs, mask):
+        with torch.no_grad():
+            ratio = len(mask) / (mask.sum(1, keepdim=True) + 1e-50)  # ratio
+        return self.layer(inputs * mask) * (ratio * mask), mask
+
+
+class TwoPartialLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = PartialLayer(), PartialLayer()
+
+    def forward(self, inputs, mask):
+        return self.second(*self.first(inputs, mask))[0]
+
+
+def test_an_inf_without_a_graph_is_of_the_first_of_two_layers_that_make_one():
+    model, mask = TwoPartialLayers(), torch.ones(16, 6)
+    mask[3] = 0
+    scaler, told = GradScaler("cpu"), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Monitor(scaler, model, tell=told.append, forensics=0):
+        for _ in range(40):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.randn(16, 6), mask).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    place = f"div at {line_with('ratio')}"
+    told = [each.cause for each in told if place in each.cause]
+    assert len(told) > 1
+    assert told[-1].startswith("The forward pass of first makes")
+    # One that names the same line replaces nothing.
+    assert not any(each.startswith("In place of") for each in told[1:])

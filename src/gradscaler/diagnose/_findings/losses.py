@@ -121,14 +121,19 @@ def divergence(case: Case) -> Finding | None:
     if not case.is_skipped and loss is not None and _has_passed(loss[1], past):
         return None
     first_bad = f" (first in {shown}{at})" if shown else ""
-    go = "It diverges at any scale: go" if evidence.has_scaler else "Go"
-    lower = "lower the learning rate or warm it up"
+    at_step = evidence.steps if loss is None else loss[1].step
+    known = _rate_up_to(at_step, evidence)
+    lower = f"lower the learning rate{known or ' or warm it up'}"
     if rate:
         lower = "lower the learning rate or what raises it"
     if loss is not None and (loss[1].loss or 0.0) < 0:
         lower = "look for a term with the wrong sign, lower the learning rate"
     end = case.with_numbers(case.outcome.of_numbers)
-    action = f"{go} back to an earlier checkpoint, {lower}, and clip gradients."
+    is_early = loss is not None and loss[1].step <= SOON  # no checkpoint was written yet
+    back = "" if is_early else "go back to an earlier checkpoint, "
+    at_any = "It diverges at any scale: " if evidence.has_scaler else ""
+    action = f"{at_any}{back}{lower}, and clip gradients."
+    action = f"{action[0].upper()}{action[1:]}"
     if loss is not None and loss[0].step == 1 and _size(loss[0]) >= LARGE_FROM_THE_START:
         action = (
             "The loss is too large from the start: look at inputs and targets that are not "
@@ -141,6 +146,15 @@ def divergence(case: Case) -> Finding | None:
         where,
         count=evidence.skips_in_a_row,
     )
+
+
+def _rate_up_to(step: int, evidence: Evidence) -> str:
+    """The largest rate up to a step, and its optimizer's line: " of 0.1 at train.py:9", if known.
+
+    Where optimizers take turns, nobody knows whose step failed.
+    """
+    rates = [] if evidence.takes_turns else [rate for at, rate in evidence.rates if at <= step]
+    return f" of {max(rates):g}{evidence.at('optimizer')}" if rates else ""
 
 
 def _growth(case: Case) -> tuple[float, float] | None:

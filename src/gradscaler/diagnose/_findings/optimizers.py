@@ -282,17 +282,27 @@ def idle(evidence: Evidence) -> Finding | None:
     if count < FEW_CALLS:
         return None
     cause = (
-        f"The optimizer of {name} found no gradient in its first {count} steps, while others made "
-        "steps, so it trains nothing"
+        f"The optimizer of {name} found no gradient in its first {count} steps, though others did, "
+        "so it trains nothing"
     )
+    if place := evidence.events.place(Event.CUTS_OFF):
+        return Finding(
+            "misuse",
+            f"{cause}: {place} cuts off what it holds.",
+            "Unless its part of the loss begins later, or that call is meant and a loss without it "
+            "is missing, leave it out.",
+            None if name == UNOWNED else name,
+            place.rpartition(" at ")[2],
+            count=count,
+        )
     where, (what, line) = None if name == UNOWNED else name, evidence.astray
     if what == "parameters":
         return Finding(
             "misuse",
             f"{cause}: the loss depends on parameters that no optimizer holds.",
-            "Unless its part of the loss begins later, make it of the trained model's parameters"
-            f"{line and f', at {line}'}: it holds those of another one, of a copy, or of layers "
-            "that were replaced.",
+            "Unless its part of the loss begins later, give it the parameters of the model that is "
+            f"trained{line and f', at {line}'}: it holds those of another one, of a copy, or of "
+            "layers that were replaced.",
             where,
             line or None,
             count=count,

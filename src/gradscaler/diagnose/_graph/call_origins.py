@@ -82,6 +82,8 @@ class CallOrigins:
         for tensor in call.inputs:
             if (origin := self.origin_of(tensor)) is None:
                 continue
+            if tensor.grad_fn is None and _is_given_by_graph(call):
+                continue  # an earlier one reached the node, too
             # A tensor with a graph has its Inf or NaN from a node that hides its operations.
             of = call.outputs if tensor.grad_fn is None else [tensor]
             for each in (each for each in of if each.grad_fn is not None):
@@ -141,6 +143,12 @@ class CallOrigins:
         if reading.state == "mask" and call.operation in TAKES_MASKS:
             origin = None  # it takes masks, so a NaN in its output is its own
         return Value(reading, origin)
+
+
+def _is_given_by_graph(call: Call) -> bool:
+    """Whether a call reads an Inf or NaN in the result of a node."""
+    inputs = zip(call.inputs, call.readings, strict=True)
+    return any(each.grad_fn is not None and at.state == "bad" for each, at in inputs)
 
 
 def _made(call: Call) -> list[Tensor]:

@@ -91,6 +91,11 @@ class CutTerms:
         used = (cut.place for cut in self._meant if cut.leaves.issuperset(leaves))
         return next(used, "")
 
+    def used_of(self, leaves: Collection[int]) -> list[str]:
+        """The calls that cut off any of these leaves, by ids, of values that graphs read."""
+        used = (cut.place for cut in self._meant if not cut.leaves.isdisjoint(leaves))
+        return list(dict.fromkeys(used))
+
     def found_in(self, loss: Tensor) -> str | None:
         """The cut of a value that a loss adds, as ``"detach() at train.py:7"``, or None."""
         adders = list(adders_of(loss.grad_fn))

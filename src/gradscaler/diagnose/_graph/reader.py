@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from gradscaler.diagnose._gradients.arrays import local
@@ -29,7 +30,7 @@ from gradscaler.diagnose._graph.origin import (
 from gradscaler.diagnose._graph.places import Places
 from gradscaler.diagnose._graph.site import Site, exponent_in, located_at
 from gradscaler.diagnose._graph.slopes import bad_in, is_steep
-from gradscaler.diagnose._graph.summands import summand_of
+from gradscaler.diagnose._graph.summands import summand_of, summands_of
 from gradscaler.diagnose._graph.underflows import underflow_before
 from gradscaler.diagnose._graph.values import Values
 from gradscaler.diagnose._operations.operation import Role
@@ -38,6 +39,7 @@ from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._record.thresholds import HUGE
 
 _MOST_ON_WAY = 5  # operations
+_MOST_SUMMANDS = 10  # of a loss, to compare where each became bad
 _MOST_BEFORE = 100  # operations, to look for an exponential among
 _EXPONENTIALS = names_with(Role.EXPONENTIATES)
 
@@ -63,7 +65,7 @@ class GraphReader:
     def forward(self, loss: Tensor) -> Located | None:
         """Where the Inf or NaN of a loss began; None if gradscaler made it, scaling the loss."""
         values = self._values(loss)
-        origin = origin_of(loss.grad_fn, loss.output_nr, values)
+        origin = _first_origin(loss, values)
         if is_own(self._line_of(origin.node).frames):
             return None
         site = self._site_of(origin.node)
@@ -186,6 +188,20 @@ class GraphReader:
 
     def _line_of(self, node: Node) -> Line:
         return self._lines.line_of(node, self.nodes)
+
+
+def _first_origin(loss: Tensor, values: Values) -> Origin:
+    """Where the first Inf or NaN of a loss began; each of its summands may have one of its own."""
+    summands = dict.fromkeys(islice(summands_of(loss.grad_fn), _MOST_SUMMANDS))
+    known = {each: values.reading(each) for each in summands}
+    bad = [each for each, found in known.items() if found is not None and found.state == "bad"]
+    if len(bad) < 2:
+        return origin_of(loss.grad_fn, loss.output_nr, values)
+    return min((origin_of(each, 0, values) for each in bad), key=_number_of)
+
+
+def _number_of(origin: Origin) -> int:
+    return int(origin.node._sequence_nr())
 
 
 def _bad_in(gradients: Sequence[Tensor]) -> int:

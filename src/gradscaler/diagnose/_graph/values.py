@@ -13,6 +13,7 @@ from gradscaler.diagnose._graph.call_site import Node, aten_name, is_form
 from gradscaler.diagnose._graph.nodes import is_custom, is_leaf, is_there, kept, saved
 
 _Edge = tuple[Node, int]  # a node, and which of its results
+_VIEWS = "view", "unsafe_view"  # their nodes do not keep the shape that they were given
 
 
 class Values:
@@ -78,8 +79,16 @@ class Values:
             with suppress(Exception):
                 again = _again(node, number, self)
         if again is None and is_form(node):  # it shows some of its input's numbers
-            return self.tensor(*node.next_functions[0])
+            return _viewed(self.tensor(*node.next_functions[0]), node)
         return again
+
+
+def _viewed(tensor: Tensor | None, node: Node) -> Tensor | None:
+    """A tensor in the shape of a node's result, if that holds the same numbers in their order."""
+    if tensor is not None and aten_name(node.name()) in _VIEWS:
+        with suppress(Exception):
+            return tensor.detach().reshape(tuple(node._input_metadata[0].shape))
+    return tensor
 
 
 def _again(node: Node, number: int, values: Values) -> Tensor | None:

@@ -48,6 +48,8 @@ from gradscaler.diagnose._record.lines import BadStep
 from gradscaler.diagnose._record.step import Step
 from gradscaler.diagnose._record.thresholds import (
     EXACT,
+    FEW_CALLS,
+    FEW_EVENTS,
     LEAST_OWN_SCALE,
     LEAST_ZEROED,
     MANY_CALLS,
@@ -398,16 +400,28 @@ class EagerObserver(StepSource):
         """Note a step without a gradient, the optimizer's latest of so many from the start."""
         self._iterations.note_call(Event.IDLE)
         what = self._held.what_else(optimizer) if self._sees_graph else None
-        is_of_another = what is not None and not self._held.is_of_none  # as of a critic's optimizer
-        if what and not (is_of_another and what.startswith("parameters")):
+        # They may be another optimizer's, as a critic's, which may not have stepped yet.
+        may_be_held = count == 1 or not self._held.is_of_none
+        if what and not (may_be_held and what.startswith("parameters")):
             self._iterations.note_call(Event.ASTRAY, what)
         why = self._held.why_stopped(optimizer)
         if why is None:
+            self._see_idle(optimizer, count)
             astray = what if self._held.is_of_none else None
             self.log.note_idle(self._held.names[id(optimizer)], count, astray)
         else:
             self.read()
             self.log.note_stopped(self._iterations.ended, why)
+
+    def _see_idle(self, optimizer: object, count: int) -> None:
+        """Note what cuts an optimizer's parameters off from the losses, or seek it in a step."""
+        if self._graphs is None or count > FEW_CALLS:
+            return
+        calls = self._graphs.ungraphed
+        if places := calls.cuts.used_of({id(p) for p in held_by(optimizer)}):
+            self._iterations.latest.note(Event.CUTS_OFF, " and ".join(places[:FEW_EVENTS]))
+        else:
+            calls.seek_term()
 
     @closes_if_asked
     def updating(self) -> None:

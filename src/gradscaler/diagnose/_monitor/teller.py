@@ -85,5 +85,7 @@ class Teller:
 
 def _is_same(one: Finding, other: Finding) -> bool:
     """Whether two findings blame the same: one may know more of the place than the other."""
+    if one.line is not None and one.line == other.line:
+        return True
     places = (one.where, other.where), (one.line, other.line)
     return one.kind == other.kind and all(a == b or None in (a, b) for a, b in places)

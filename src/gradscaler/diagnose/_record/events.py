@@ -126,6 +126,8 @@ class Event(Enum):
     SUMMED_TERM = "summed_term", "scaled_losses", "loss_graphs"
     # An operation, at its line, that passes no gradient on, in a step that lacks some.
     PASSES_NONE = "passes_none", "recorder observer", "__init__ gradient_values"
+    # The calls that cut off all that an optimizer holds, in a step without a gradient of it.
+    CUTS_OFF = "cuts_off", "observer", "optimizers"
     MARGIN = "margin", "scaled_losses", "learning"  # it is a mean of what a relu or clamp leaves
     FLAT = "flat", "scaled_losses", "learning"  # it is behind many of sigmoid and tanh in a row
     UNHELD = "unheld", "scaled_losses", "learning"  # it depends on what no model and optimizer has
