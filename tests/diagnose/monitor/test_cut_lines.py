@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from gradscaler.diagnose import Monitor
+from gradscaler.torch import GradScaler
 from tests.support.marked_lines import lines_marked_in
 
 pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread", "nothing_was_compiled")
@@ -103,6 +104,29 @@ def test_each_of_two_calls_that_cut_an_optimizer_off_is_named():
     found = verdict_of_two(judged_twice)
     both = [f"detach() at {line_with(each)}" for each in ("right", "wrong")]
     assert f"{' and '.join(both)} cuts off what it holds" in found.cause
+
+
+def test_a_picture_that_is_detached_for_the_critic_and_used_again_is_named():
+    """The optimizers take turns, and the generator's loss reads what was cut off for the other."""
+    generator, critic = nn.Linear(6, 6), nn.Linear(6, 1)
+    model = nn.ModuleDict({"generator": generator, "critic": critic})
+    optimizers = [torch.optim.Adam(each.parameters(), 1e-3) for each in (critic, generator)]
+    scaler = GradScaler("cpu")
+    with Monitor(scaler, model, tell=[].append) as monitor:
+        for _ in range(40):
+            fake = generator(torch.randn(16, 6)).detach()  # picture
+            real = torch.randn(16, 6)
+            losses = (
+                lambda fake=fake, real=real: critic(fake).mean() - critic(real).mean(),
+                lambda fake=fake: -critic(fake).mean(),
+            )
+            for each, loss_of in zip(optimizers, losses, strict=True):
+                each.zero_grad()
+                scaler.scale(loss_of()).backward()
+                scaler.step(each)
+            scaler.update()
+    found = monitor.verdict.findings[0]
+    assert (found.where, found.line) == ("generator", line_with("picture"))
 
 
 def test_an_optimizer_of_what_no_loss_reads_is_told_without_a_line():

@@ -47,6 +47,10 @@ class CutTerms:
         self._left = _MOST_CUTS
         self.added: dict[Node, _Cut] = {}
 
+    def go_on(self) -> None:
+        """Follow as many values of the next step, too."""
+        self._left = _MOST_CUTS
+
     def see(self, call: Call) -> None:
         """Note a call that cuts a value off, computes with one, or adds one to a graph."""
         cuts = "detach()" if call.operation == "detach" else _TO_NUMBERS.get(call.name)

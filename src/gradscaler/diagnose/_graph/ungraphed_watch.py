@@ -108,7 +108,10 @@ class UngraphedWatch:
         Where optimizers take turns, the forward pass comes before :meth:`begin`.
         """
         if not self._is_wanted:
+            cuts = self.cuts
             self._start(step + 1, is_due=True)
+            self.cuts = cuts  # another loss of this step may read what was cut off before
+            cuts.go_on()
             self._is_early = self.is_on
 
     def _start(self, step: int, is_due: bool) -> None:
