@@ -22,7 +22,7 @@ _STAND_INS = (
     *("initialized", "seen", "seen_call", "seen_gradient", "seen_run", "seen_backward"),
     *("transformed", "call", "__call__", "__get__", "is_off", "keep", "see_and_return"),
     *("unseen", "_is_busy", "_kept", "remove_all", "is_looking"),
-    "_has_no_word",  # these six are too plain to fail
+    *("_has_no_word", "own"),  # these seven are too plain to fail
     *("on_train_begin", "on_train_end", "on_train_batch_end", "on_epoch_begin", "on_epoch_end"),
 )
 
