@@ -171,3 +171,20 @@ def test_two_watches_restore_a_script_s_stance(stance, last):
         watches[last].stop()
         assert eval_frame._stance.stance == stance
     assert eval_frame._stance.stance == "default"
+
+
+def test_a_view_whose_node_pytorch_does_not_tell_is_left_out_of_a_call():
+    base, weight, made = torch.zeros(2, 3), torch.ones(3, requires_grad=True), []
+    with torch.no_grad():
+        view = base[0]
+    base[1].add_(weight)
+    with pytest.raises(RuntimeError, match="A view was created in no_grad mode"):
+        _ = view.grad_fn
+    watch = CallWatch(lambda call: made.append(([*call.inputs], [*call.outputs])))
+    watch.start()
+    view.data_ptr()
+    torch.stack([view.data, weight])
+    view.is_contiguous()
+    watch.stop()
+    assert [len(inputs) for inputs, _ in made] == [0, 2, 0]
+    assert all(each.grad_fn is None or each is not view for _, out in made for each in out)

@@ -246,6 +246,7 @@ ENDED = {
     "margin": lambda out, *_: (out - 9).relu().mean(),  # margin
     "triplet": lambda _, t, *__: triplet_margin_loss(t, t, t + 9),  # triplet
     "equal": lambda _, table, *__: mse_loss(table, table.detach()),  # equal
+    "alone": lambda _, table, *__: cross_entropy(table[:, :1], CLASSES * 0),  # alone
     "empty": lambda _, table, *__: table[table > 99].sum(),  # empty
 }
 WHY = {
@@ -255,6 +256,7 @@ WHY = {
     "margin": "each term is beyond its margin, where the slope is 0, in relu",
     "triplet": "each term is beyond its margin, where the slope is 0, in clamp_min",
     "equal": "each output equals its target, in mse_loss",
+    "alone": "a softmax over one class alone gives it the probability 1, in log_softmax",
     "empty": "it is computed from no elements, in index",
 }
 

@@ -309,3 +309,48 @@ def test_an_optimizer_that_steps_now_and_then_holds_its_parameters(every, is_tol
     if is_known:
         assert ["In no optimizer" in each.cause for each in told] == [True] * is_told
     assert ("In no optimizer that is stepped" in monitor.verdict.text) == is_told
+
+
+def pass_of_critic(critic, real, fake):
+    """Two backward passes of a critic, as those of a GAN on real pictures and on made ones."""
+    for pictures, sign in ((real, 1), (fake.detach(), -1)):
+        (sign * critic(pictures)).exp().mean().backward()
+
+
+def turns_of_gan(zero_critic, steps=40):
+    """The verdict on a GAN whose critic has two backward passes in each of its turns."""
+    maker, critic = nn.Linear(4, 4), nn.Linear(4, 1)
+    of_maker, of_critic = (torch.optim.SGD(each.parameters(), 1e-4) for each in (maker, critic))
+    model = nn.ModuleDict({"maker": maker, "critic": critic})
+    with Monitor(None, model, tell=[].append) as monitor:
+        for _ in range(steps):
+            fake = maker(torch.randn(8, 4))
+            zero_critic(of_critic, "before")
+            pass_of_critic(critic, torch.randn(8, 4), fake)
+            of_critic.step()
+            zero_critic(of_critic, "after")
+            of_maker.zero_grad()
+            critic(fake).exp().mean().backward()
+            of_maker.step()
+    return str(monitor.verdict)
+
+
+ADDED = "the backward pass added to the gradients (those of critic)"
+
+
+def test_gradients_of_a_critic_that_are_never_zeroed_are_told():
+    assert ADDED in turns_of_gan(lambda critic, when: None)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_of_a_critic_that_are_zeroed_before_its_turn_are_not(to_none):
+    def zero(critic, when):
+        if when == "before":
+            critic.zero_grad(set_to_none=to_none)
+
+    assert "added to the gradients" not in turns_of_gan(zero)
+
+
+def test_those_that_are_zeroed_after_its_turn_alone_hold_those_of_the_maker():
+    said = turns_of_gan(lambda critic, when: when == "after" and critic.zero_grad())
+    assert ADDED not in said

@@ -55,6 +55,11 @@ _WHY_ENDED = {
         "each output equals its target",
         "Look at where targets come from: the model itself, or a teacher with the same weights.",
     ),
+    "alone": (
+        "a softmax over one class alone gives it the probability 1",
+        "Outputs of one column take a binary cross entropy; a loss that compares the samples of a "
+        "batch with each other takes several of them.",
+    ),
     "empty": (
         "it is computed from no elements",
         "Look at the mask, the index or the slice that selects them.",
@@ -165,6 +170,15 @@ over_queries = _at_a_place(
     "values do not add up to 1, as those of a key do over the queries (or over the batch).",
     "Call it with dim=-1 on scores of shape [..., queries, keys], unless queries are meant to "
     "compete for keys.",
+    is_certain=False,
+)
+zero_masked = _at_a_place(
+    Phase.MODE,
+    Event.ZERO_MASKED,
+    "misuse",
+    "Masked scores become 0 and not -Inf before a softmax, in {place}, as the mask of 0 and 1 "
+    "multiplies them: exp(0) is 1, so each place that is masked keeps a weight.",
+    "Fill masked places with -Inf before the softmax, by masked_fill() or where().",
     is_certain=False,
 )
 pooled_batch = _at_a_place(

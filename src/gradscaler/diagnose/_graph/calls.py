@@ -68,7 +68,7 @@ class Call:
         from torch import Tensor
 
         made = self.args[:1] if self.is_in_place else outputs
-        self.outputs = list(floating(Tensor, made))
+        self.outputs = list(filter(_tells_its_node, floating(Tensor, made)))
         self.counts = list(counting(Tensor, made))
 
     @cached_property
@@ -78,7 +78,7 @@ class Call:
 
         args = self.args[bool(_OVERWRITES.match(self.name)) :]
         given = [value for key, value in self.kwargs.items() if key != "out"]
-        return list(floating(Tensor, (args, given)))
+        return list(filter(_tells_its_node, floating(Tensor, (args, given))))
 
     @cached_property
     def counts_read(self) -> list[Tensor]:
@@ -130,6 +130,18 @@ class Call:
         """The exponent of a power, if it is one number and not the input of ``2 ** x``."""
         operands = [*self.args, *self.kwargs.values()]
         return None if self.name == "__rpow__" else exponent_in(self.operation, operands)
+
+
+def _tells_its_node(tensor: Tensor) -> bool:
+    """Whether PyTorch tells the node that made a tensor.
+
+    It raises an error for a view that was made in ``no_grad()`` and is written to outside of it.
+    """
+    try:
+        tensor.grad_fn  # noqa: B018 # it is the question
+    except RuntimeError:
+        return False
+    return True
 
 
 class CallWatch:

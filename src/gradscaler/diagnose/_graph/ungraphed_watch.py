@@ -108,17 +108,16 @@ class UngraphedWatch:
         Where optimizers take turns, the forward pass comes before :meth:`begin`.
         """
         if not self._is_wanted:
-            cuts = self.cuts
-            self._start(step + 1, is_due=True)
-            self.cuts = cuts  # another loss of this step may read what was cut off before
-            cuts.go_on()
+            # Another loss of this step may read what was cut off before.
+            self._start(step + 1, is_due=True, cuts=self.cuts)
+            self.cuts.go_on()
             self._is_early = self.is_on
 
-    def _start(self, step: int, is_due: bool) -> None:
+    def _start(self, step: int, is_due: bool, cuts: CutTerms | None = None) -> None:
         """Watch if it is due, and time is left."""
         seconds = self.budget.left(step - 1) if is_due else None
         if seconds is not None:
-            self._forget(self._model)
+            self._forget(self._model, cuts)
             with suppress(RuntimeError):  # a compiled step: PyTorch changes no stance in it
                 self.calls.start()
                 self.budget.begin(seconds, self.budget.usual(step - 1))
@@ -147,9 +146,9 @@ class UngraphedWatch:
         self.budget.end()
         self._forget()
 
-    def _forget(self, model: Module | None = None) -> None:
+    def _forget(self, model: Module | None = None, cuts: CutTerms | None = None) -> None:
         self.seen, self.terms = CallOrigins(Places(model)), ConstantTerms()
-        self.cuts = CutTerms()
+        self.cuts = CutTerms() if cuts is None else cuts
         self.gradients = GraphlessGradients()
 
     def _see(self, call: Call) -> None:

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from gradscaler.diagnose._gradients.reading import Tensor
 from gradscaler.diagnose._graph.call_site import Node, aten_name
-from gradscaler.diagnose._graph.nodes import MOST_NODES, is_custom, is_leaf, saved
+from gradscaler.diagnose._graph.nodes import MOST_NODES, is_custom, is_leaf, saved, shape_of
 
 _MARGINS = "clamp", "clamp_min", "relu", "threshold"
+_SOFTMAX = "softmax", "log_softmax"
 _DISTANCES = "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"
 
 
@@ -17,7 +18,8 @@ def ends_of(loss: Tensor) -> list[tuple[str, Node]]:
 
     It is ``"factor"`` if the node multiplies by numbers that are all 0, ``"ignored"`` if each
     target is the index to ignore, ``"margin"`` if a relu or clamp is off for all of its inputs,
-    ``"equal"`` if all outputs equal their targets, and ``"empty"`` if the node makes no element.
+    ``"equal"`` if all outputs equal their targets, ``"alone"`` if a softmax is over one class, and
+    ``"empty"`` if the node makes no element.
     There is one on each way, or else the gradients are 0 for another reason, and the list is empty.
     """
     nodes, ends = [loss.grad_fn], list[tuple[str, Node]]()
@@ -64,6 +66,8 @@ def _cause_in(node: Node) -> tuple[str | None, list[Node]]:
         return "empty", []
     if name.startswith("nll_loss") and _is_ignored(node):
         return "ignored", []
+    if name in _SOFTMAX and _is_over_one(node):
+        return "alone", []
     if name in _MARGINS and _is_off(node, name):
         return "margin", []
     if _has_equal(node, name):
@@ -82,6 +86,14 @@ def _without_factor(node: Node, name: str) -> Iterator[int]:
         yield 0
     elif name == "where" and (condition := saved(node, "condition")) is not None:
         yield from [0] * (not condition.any()) + [1] * _all(condition)
+
+
+def _is_over_one(node: Node) -> bool:
+    """Whether a softmax is over one class, which has the probability 1 then."""
+    dim, shape = saved(node, "dim"), shape_of(node)
+    if dim is None or not shape:
+        return False
+    return bool(shape[dim - 2**64 if dim >= 2**63 else dim] == 1)  # it is read unsigned
 
 
 def _is_ignored(node: Node) -> bool:

@@ -7,12 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from gradscaler.diagnose._gradients.arrays import has_numbers, sample_of
+from gradscaler.diagnose._gradients.arrays import dense, has_numbers, local
 from gradscaler.diagnose._gradients.reading import Tensor, inspect
 from gradscaler.diagnose._graph.call_site import Node
 from gradscaler.diagnose._graph.nodes import in_order, is_leaf, nodes_from
@@ -86,7 +83,7 @@ class LoopObserver(EagerObserver):
         self._glance: tuple[Mapping[int, int], Glance] | None = None  # with what it was made for
         self._is_checked = False  # whether gradients were checked since the step before
         # The last parameter with a gradient in the first backward pass, and some of its elements.
-        self._begun_with: list[tuple[Tensor, NDArray[Any]]] | None = None
+        self._begun_with: list[tuple[Tensor, Tensor]] | None = None
         self._most_passes = 0  # the most backward passes before a step
         self._num_unstepped = 0  # backward passes after the last one
         self._changes: int | None = None  # of the parameters, up to a backward pass that failed
@@ -127,7 +124,7 @@ class LoopObserver(EagerObserver):
         self._check(iteration)
         if self._begun_with is None:
             used = [p for p in self._trained.values() if p.grad is not None][-1:]
-            self._begun_with = [(p, np.array(sample_of(p, FEW_ELEMENTS))) for p in used]
+            self._begun_with = [(p, _part_of(p).clone()) for p in used]  # no device waits
         self._changes = None if self._failure is None else self._num_changes()
         if self._is_in_step and any(p.grad is not None for p in self._trained.values()):
             self._has_gradients = True
@@ -413,7 +410,7 @@ class LoopObserver(EagerObserver):
         if self._held.names or not self._begun_with:  # an optimizer has stepped without a gradient
             return
         for parameter, part in self._begun_with:
-            if not np.array_equal(part, sample_of(parameter, FEW_ELEMENTS)):
+            if not bool((part == _part_of(parameter)).all()):
                 return
             place = new_optimizers.of_parameter(parameter)
         events += [Counted(Event.UNTAKEN, at, self._num_unstepped) for at in ("", place)]
@@ -421,6 +418,11 @@ class LoopObserver(EagerObserver):
 
     def _is_resumed(self, optimizer: object) -> bool:
         return False  # there is no scaler whose state could be missing
+
+
+def _part_of(parameter: Tensor) -> Tensor:
+    """The first elements of a parameter."""
+    return dense(local(parameter).detach()).reshape(-1)[:FEW_ELEMENTS]
 
 
 def _has_any(gradient: Tensor | None) -> bool:

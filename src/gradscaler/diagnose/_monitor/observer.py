@@ -154,7 +154,8 @@ class EagerObserver(StepSource):
         if self._cut_off.is_looking and not iteration.is_long:
             self._cut_off.see(outputs)
         self._mode.note_loss()
-        if not iteration.losses:
+        # A scaler is given several losses before their passes; without one, each comes in its pass.
+        if not iteration.losses or not (self._steps_by_scaler or iteration.is_long):
             self._looks.before_backward()
         if self._graphs is not None:
             self._graphs.see(outputs, may_hook=not iteration.is_long)

@@ -30,6 +30,7 @@ from gradscaler.diagnose._graph.summed_terms import summed_in
 from gradscaler.diagnose._graph.weighted_terms import weighted_in
 from gradscaler.diagnose._graph.wrong_axes import wrong_axes_in
 from gradscaler.diagnose._graph.zero_losses import ends_of, is_at_floor, is_margin
+from gradscaler.diagnose._graph.zero_masks import zero_masked_in
 from gradscaler.diagnose._monitor.compared import classes_of, targets_of
 from gradscaler.diagnose._monitor.listed import in_lists
 from gradscaler.diagnose._operations.operation import Role
@@ -393,6 +394,7 @@ _IN_LOSSES = {
     Event.WEIGHTED: weighted_in,
     Event.SUMMED_TERM: summed_in,
     Event.PAIRED: paired_in,
+    Event.ZERO_MASKED: zero_masked_in,
 }
 # What is wrong with the input of a loss, and what finds the node that makes it.
 _OF_INPUTS = {Event.TWICE: _normalised, Event.CUT: _cut}

@@ -120,6 +120,7 @@ class Event(Enum):
     BROADCAST = "broadcast", "scaled_losses early_losses recorder", "loss_graphs"
     # A product in it meets n numbers with n others each.
     PAIRED = "paired", "scaled_losses", "loss_graphs"
+    ZERO_MASKED = "zero_masked", "scaled_losses", "loss_graphs"  # scores, before a softmax
     # A product in it weighs what is trained by numbers without a gradient, such as rewards.
     WEIGHTED = "weighted", "scaled_losses", "learning"
     # It adds a sum over the batch to a mean, whose outputs are the same in all rows.
