@@ -17,7 +17,7 @@ from gradscaler._run_script.step_watch import Search, StepWatch
 from gradscaler._run_script.voice import conclude_without_step, is_quiet_rank, shown, voice
 from gradscaler.diagnose import Finding, Located, Monitor, Verdict, read_run, report
 from gradscaler.diagnose._findings.frameworks import Framework
-from gradscaler.diagnose._findings.origins import WARNED
+from gradscaler.diagnose._findings.origins import BY_EPS, WARNED
 from gradscaler.diagnose._graph.guard import guard, guarded
 from gradscaler.diagnose._monitor.models import one_model
 from gradscaler.diagnose._record.events import Counted
@@ -285,6 +285,8 @@ class WatchedRun:
         is_known = first.line is not None and is_exact(self._monitor.located)
         is_known |= self._is_from_batch and first.line is not None
         is_known |= WARNED in first.cause
+        if BY_EPS in first.cause:  # it made that in the step before, from finite numbers
+            is_known, is_unseen = True, False
         is_open = (first.kind in _OF_VALUES and not is_known) or is_unseen
         is_made_before = is_open and bad >= self._first_watched and self._proposes_watch
         origin = f"{self._options.again.format(bad)} names what made it"

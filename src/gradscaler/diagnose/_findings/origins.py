@@ -38,6 +38,7 @@ EXPLAIN_ALL = (
     'so do monitors with path="run.{rank}.jsonl".'
 )
 WARNED = "after NumPy warned of"
+BY_EPS = "the optimizer divides by an eps of"
 _DIVIDES = names_with(Role.DIVIDES)
 _KEPT = "kept from step to step (averaged weights, statistics, a queue)"
 # PowerSGD adds to each gradient what it left out of the last one, so one Inf stays in its memory.
@@ -97,12 +98,11 @@ def of_eps(eps: float) -> tuple[str, str]:
     """What an optimizer's eps does that is 0, also in float16, and what to do."""
     if not eps:
         return (
-            ": the optimizer divides by an eps of 0, and 0 / 0 is NaN where a gradient is 0",
+            f": {BY_EPS} 0, and 0 / 0 is NaN where a gradient is 0",
             "Go back to an earlier checkpoint, and set eps to 1e-8.",
         )
     return (
-        f": the optimizer divides by an eps of {eps:g}, which is 0 in the float16 of its "
-        "parameters",
+        f": {BY_EPS} {eps:g}, which is 0 in the float16 of its parameters",
         f"{_KEEP_FLOAT32}, or set eps to 1e-4.",
     )
 
