@@ -52,3 +52,18 @@ def test_no_hook_is_added_or_removed_while_another_thread_steps():
     optimizer.step()
     hooks.remove()
     assert seen == [1]
+
+
+def test_hooks_of_an_owner_that_goes_within_a_step_are_removed_after_it():
+    """Python's collector may free one there, as a monitor of an earlier training."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    owners, seen = [Owner()], []
+    dropped, other = StepHooks(owners[0]), StepHooks(Owner())
+    held = register_optimizer_step_post_hook(lambda *_: owners.clear())
+    dropped.add(None, lambda *_: seen.append(1))
+    optimizer.step()  # PyTorch would raise an error here
+    held.remove()
+    assert seen == [1]
+    other.remove()  # as any that ends later
+    optimizer.step()
+    assert seen == [1]

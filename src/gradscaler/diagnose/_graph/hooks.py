@@ -71,12 +71,16 @@ def _remove_each(handles: dict[object, Handle]) -> None:
         handle.remove()
 
 
+# Of owners that the collector freed within a step: it may come anywhere.
+_left_over: list[Handle] = []
+
+
 class StepHooks:
     """Hooks of the steps of all of PyTorch's optimizers, which go with their owner."""
 
     def __init__(self, owner: object) -> None:
         self._handles: list[Handle] = []
-        weakref.finalize(owner, remove_all, self._handles).atexit = False
+        weakref.finalize(owner, _remove_or_leave, self._handles).atexit = False
 
     def add(self, before: _Call | None, after: _Call) -> None:
         """Call functions before each step, and after it, unless some are called already.
@@ -103,8 +107,17 @@ class StepHooks:
 
         It raises an error if one is removed then. The hooks that stay must do nothing any more.
         """
-        if self._handles and not _are_stepping(sys._current_frames().values()):
+        if (self._handles or _left_over) and not _are_stepping(sys._current_frames().values()):
             remove_all(self._handles)
+            remove_all(_left_over)
+
+
+def _remove_or_leave(handles: list[Handle]) -> None:
+    """Remove the hooks of handles; while an optimizer steps, leave them to those that end later."""
+    if handles and _are_stepping(sys._current_frames().values()):
+        _left_over.extend(handles)
+    else:
+        remove_all(handles)
 
 
 def _are_stepping(frames: Iterable[FrameType]) -> bool:
