@@ -341,7 +341,7 @@ PRODUCT_OF_MANY = Repair(
 # Masks, and losses of classes.
 MASKED = Repair(
     "a row of the softmax is masked entirely (leave one place unmasked, or take a finite mask), or "
-    "holds +Inf (-log(0), a mask of +Inf)",
+    "holds +Inf (-log(0))",
     clauses=(Repair("; two masks of -65504 make -Inf: take -1e4", _in_float16),),
 )
 # Two numbers differ by at most twice the larger one.
