@@ -317,20 +317,22 @@ def pass_of_critic(critic, real, fake):
         (sign * critic(pictures)).exp().mean().backward()
 
 
-def turns_of_gan(zero_critic, steps=40):
-    """The verdict on a GAN whose critic has two backward passes in each of its turns."""
+def turns_of_gan(zero_critic, has_own_term=False):
+    """The verdict on a GAN; a term of its maker's own has a backward pass that meets no critic."""
     maker, critic = nn.Linear(4, 4), nn.Linear(4, 1)
     of_maker, of_critic = (torch.optim.SGD(each.parameters(), 1e-4) for each in (maker, critic))
     model = nn.ModuleDict({"maker": maker, "critic": critic})
     with Monitor(None, model, tell=[].append) as monitor:
-        for _ in range(steps):
+        for _ in range(40):
             fake = maker(torch.randn(8, 4))
             zero_critic(of_critic, "before")
             pass_of_critic(critic, torch.randn(8, 4), fake)
             of_critic.step()
             zero_critic(of_critic, "after")
             of_maker.zero_grad()
-            critic(fake).exp().mean().backward()
+            critic(fake).exp().mean().backward(retain_graph=True)
+            if has_own_term:
+                fake.square().mean().backward()
             of_maker.step()
     return str(monitor.verdict)
 
@@ -349,6 +351,16 @@ def test_gradients_of_a_critic_that_are_zeroed_before_its_turn_are_not(to_none):
             critic.zero_grad(set_to_none=to_none)
 
     assert "added to the gradients" not in turns_of_gan(zero)
+    assert "added to the gradients" not in turns_of_gan(zero, has_own_term=True)
+
+
+def test_those_that_are_zeroed_one_by_one_are_not():
+    def zero(critic, when):
+        for parameter in critic.param_groups[0]["params"] if when == "before" else ():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+
+    assert "added to the gradients" not in turns_of_gan(zero, has_own_term=True)
 
 
 def test_those_that_are_zeroed_after_its_turn_alone_hold_those_of_the_maker():

@@ -50,15 +50,24 @@ def test_scores_that_a_mask_makes_0_are_told_with_the_line(name):
     assert "masked_fill()" in found.action
 
 
-def normalised_again(scores, mask):
-    weights = (scores * mask).softmax(-1) * mask
-    return weights / weights.sum(-1, keepdim=True)
+def masked_and_normalised(mask_again):
+    """A masked softmax that masks its weights once more, and normalises them."""
+
+    def weights_of(scores, mask):
+        weights = mask_again((scores * mask).softmax(-1), mask)
+        return weights / weights.sum(-1, keepdim=True)
+
+    return weights_of
 
 
+BETA = nn.Parameter(torch.ones(1))
 LOOK_ALIKES = {
     "filled": lambda s, mask: s.masked_fill(~mask, -torch.inf).softmax(-1),
     "added": lambda s, mask: (s * mask + (~mask) * -1e9).softmax(-1),
-    "normalised again": normalised_again,
+    "multiplied again": masked_and_normalised(lambda w, mask: w * mask),
+    "filled again": masked_and_normalised(lambda w, mask: w.masked_fill(~mask, 0.0)),
+    "selected again": masked_and_normalised(lambda w, mask: torch.where(mask, w, 0.0)),
+    "features of 0 and 1": lambda s, mask: (mask.float() * BETA).softmax(-1) + 0 * s,
     "after the softmax": lambda s, mask: s.softmax(-1) * mask,
     "dropped": lambda s, mask: dropout(s, 0.3).softmax(-1),
     "of whole rows": lambda s, mask: (s * (mask[:, 4:5])).softmax(-1),

@@ -178,7 +178,8 @@ zero_masked = _at_a_place(
     "misuse",
     "Masked scores become 0 and not -Inf before a softmax, in {place}, as the mask of 0 and 1 "
     "multiplies them: exp(0) is 1, so each place that is masked keeps a weight.",
-    "Fill masked places with -Inf before the softmax, by masked_fill() or where().",
+    "Unless that is meant, fill masked places with -Inf before the softmax, by masked_fill() or "
+    "where().",
     is_certain=False,
 )
 pooled_batch = _at_a_place(

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from gradscaler.diagnose._gradients.reading import Tensor
 from gradscaler.diagnose._graph.axes import dim_of, kept_name
-from gradscaler.diagnose._graph.call_site import Node
-from gradscaler.diagnose._graph.nodes import MOST_NODES, nodes_from, saved, shape_of
+from gradscaler.diagnose._graph.call_site import Node, behind_forms
+from gradscaler.diagnose._graph.nodes import MOST_NODES, is_leaf, nodes_from, saved, shape_of
 
 _SOFTMAXES = "softmax", "log_softmax"
 _MOST_ON_WAY = 3  # casts, and products with a number, such as a temperature
 _FACTORS = "other", "self"
+_FILLS = "masked_fill", "where"
 
 
 def zero_masked_in(loss: Node) -> tuple[Node, str] | None:
     """The product with such a mask in the graph of a loss, or None.
 
-    Left out is a softmax whose result is multiplied by a mask again, which then normalises it.
+    Left out is a softmax whose result is masked again, and then normalised, and a product with a
+    parameter or with fewer numbers, as of features that are 0 or 1 with their weights.
     """
-    found, masked_after = {}, set()
+    found: dict[Node, Node] = {}
+    masked_after: set[Node] = set()
     for count, node in enumerate(nodes_from([loss])):
         if count > MOST_NODES:
             return None
@@ -25,8 +28,8 @@ def zero_masked_in(loss: Node) -> tuple[Node, str] | None:
         if name in _SOFTMAXES and (dim := dim_of(node)) is not None:
             if (product := _product_before(node, dim, shape)) is not None:
                 found[node] = product
-        elif name == "mul" and _mask_of(node) is not None:
-            masked_after |= {below for below, _ in node.next_functions}
+        elif name in _FILLS or (name == "mul" and _mask_of(node) is not None):
+            masked_after |= {behind_forms(below) for below, _ in node.next_functions}
     return next(((found[node], "") for node in found if node not in masked_after), None)
 
 
@@ -38,7 +41,9 @@ def _product_before(softmax: Node, dim: int, shape: tuple[int, ...]) -> Node | N
             return None
         name = kept_name(node)
         if name == "mul" and (mask := _mask_of(node)) is not None:
-            along = mask.expand(shape)
+            along, scores = mask.expand(shape), next(b for b, _ in node.next_functions if b)
+            if is_leaf(scores) or shape_of(scores) != shape:
+                return None
             return node if bool((along.amax(dim) != along.amin(dim)).any()) else None
         if name not in ("to_copy", "mul", "div"):
             return None

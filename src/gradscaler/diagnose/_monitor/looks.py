@@ -143,6 +143,8 @@ class Looks:
                         look.used = local(gradient).detach().abs().max()
             elif not (self._counts_changes and is_unchanged(look.before, gradient, changes=1)):
                 look.used = None  # the pass before, without a step, has not added to it
+            elif look.used is not None:  # a write of zeros is one change, too
+                look.used = look.used.masked_fill(~local(gradient).detach().any(), 0.0)
             if look.used is not None:
                 look.before, self._waiting[key] = mark_of(gradient), look
 
