@@ -434,6 +434,13 @@ def with_targets(factor, last=1.0, samples=6, steps=120, variance=2.0, sizes=(1.
     return steps_with([2.0] * steps, measured=(sampled(norm=1.0), seen(7.0), *late))
 
 
+def with_tiny_targets(size, samples=6):
+    """A loss that falls, of targets of a size, whose first outputs are of size 2."""
+    seen = [Targets(1.0, None, size, outputs) for outputs in (2.0, *[size] * (samples - 1))]
+    measured = tuple(sampled(norm=1.0, targets=each) for each in seen)
+    return steps_with([2.0] * 60 + [1e-6] * 60, measured=measured)
+
+
 def begun(first, then, steps=24):
     """A cross entropy of ten classes, in guesses, whose steps after the first half have others."""
     chance = math.log(10)
@@ -676,6 +683,15 @@ def of_learning():
             "Each step adds up the gradients of 16 backward passes: divide each loss by 16",
             [peaked(3.3, 0.9, 2), peaked(3.3, 6.0, 2), of_event(**ADDED_UP)],
             [peaked(3.3, 0.9, 1), peaked(3.3, 0.1, 2)],
+        ),
+        (
+            "If targets of some 0.00",
+            [with_tiny_targets(0.0019)],
+            [
+                with_tiny_targets(0.0021),
+                with_tiny_targets(0.0),
+                with_tiny_targets(0.001, samples=1),
+            ],
         ),
         (
             "its targets are some",

@@ -45,6 +45,7 @@ from gradscaler.diagnose._record.thresholds import (
     STAYED,
     STOOD,
     TINY_NORM,
+    TINY_TARGETS,
     VANISHED,
     VANISHED_BEHIND,
 )
@@ -263,7 +264,20 @@ def _praise(evidence: Evidence) -> str:
         return f"{last} {'them' if frozen[1:] else 'it'} on the way (requires_grad=False). {ELSE}"
     if unheld := _unheld_in(evidence):
         return f"If {unheld} should be trained, give that to an optimizer: {_UNHELD} it. {ELSE}"
+    if sizes := _tiny_targets(evidence):
+        return f"If {sizes} are not meant, look at how they are scaled. {ELSE}"
     return FINE
+
+
+def _tiny_targets(evidence: Evidence) -> str:
+    """The sizes of targets and of the first outputs, if all targets are tiny beside those."""
+    seen = [each.targets for each in evidence.measured if each.targets is not None]
+    if len(seen) < FEW_SAMPLES or any(
+        not 0 < each.targets < TINY_TARGETS * seen[0].outputs for each in seen
+    ):
+        return ""
+    sizes = f"{seen[-1].targets:.1g}, beside first outputs of some {seen[0].outputs:.1g},"
+    return f"targets of some {sizes}"
 
 
 def _listed(names: tuple[str, ...]) -> str:

@@ -117,6 +117,7 @@ LEAST_SUM_WEIGHT, SAME_ROWS = 0.5, 0.02
 SUMMED_SAMPLES, SUMMED_FROM = 4, 200
 # Times the outputs, at the end, and 1: targets that outputs with a mean of 0 must reach.
 FAR_TARGETS = 100.0
+TINY_TARGETS = 1e-3  # of the first outputs, in all samples: they may have been divided twice
 # Times the loss of a guess, which a first cross entropy has. That of inputs from 0 to 255 is as
 # high, and falls below a guess in a few steps.
 FAR_ABOVE_CHANCE = 3.0
