@@ -228,6 +228,24 @@ def test_what_a_watched_step_shows_is_what_the_verdict_says(tmp_path, text, make
     assert "--watch" not in verdict
 
 
+EPS_OF_0 = """
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1)).half()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)  # whose eps of 1e-8 is 0 in float16
+for step in range(9):
+    optimizer.zero_grad()
+    model(torch.ones(8, 4).half()).float().square().mean().mul(1e-6).backward()
+    optimizer.step()
+"""
+
+
+def test_no_watch_is_proposed_where_an_eps_of_0_is_the_cause(tmp_path):
+    (tmp_path / "script.py").write_text(EPS_OF_0)
+    said = words(programs.run(*RUN, "script.py", cwd=tmp_path).stderr)
+    assert "the optimizer divides by an eps of 1e-08, which is 0 in the float16 of its" in said
+    assert "--watch" not in said
+
+
 FIRST = """
 import torch
 model = torch.nn.Linear(4, 1)
