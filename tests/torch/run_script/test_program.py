@@ -303,7 +303,7 @@ def test_an_optimizer_of_another_model_than_the_trained_one_is_told(trained, giv
     assert (code, out) == (0, "")
     said = "depends on parameters that no optimizer holds. Unless its part of the loss begins later"
     assert (said in told) is is_told
-    assert ("trained model's parameters, at script.py:13: it holds" in told) is is_told
+    assert ("the model that is trained, at script.py:13: it holds" in told) is is_told
     assert ("those of a copied optimizer" in told) is False
 
 
