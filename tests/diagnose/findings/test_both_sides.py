@@ -1019,6 +1019,16 @@ def of_optimizers():
             [counted(9, IDLE, **{"astray tensors at a.py:7": 2}), counted(9, IDLE)],
         ),
         (
+            "it trains nothing: detach() at a.py:7 cuts off ... where='head', line='a.py:7'",
+            [counted(9, IDLE, **{"cuts_off detach() at a.py:7": 1})],
+            [counted(9, IDLE)],
+        ),
+        (
+            "so it trains nothing: detach() cuts off what it holds. ... where='head', line=None",
+            [counted(9, IDLE, **{"cuts_off detach()": 1})],
+            [counted(9, IDLE)],
+        ),
+        (
             "found no gradient in its first",
             [],
             [counted(9, {"optimizers": Optimizers(idle={"head": 4})}), counted(9)],

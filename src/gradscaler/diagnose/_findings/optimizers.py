@@ -292,7 +292,7 @@ def idle(evidence: Evidence) -> Finding | None:
             "Unless its part of the loss begins later, or that call is meant and a loss without it "
             "is missing, leave it out.",
             None if name == UNOWNED else name,
-            place.rpartition(" at ")[2],
+            place.rpartition(" at ")[2] if " at " in place else None,
             count=count,
         )
     where, (what, line) = None if name == UNOWNED else name, evidence.astray

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gradscaler.diagnose._gradients.reading import Tensor
+from gradscaler.diagnose._graph.axes import dim_of
 from gradscaler.diagnose._graph.call_site import Node, aten_name
 from gradscaler.diagnose._graph.nodes import MOST_NODES, is_custom, is_leaf, saved, shape_of
 
@@ -90,10 +91,8 @@ def _without_factor(node: Node, name: str) -> Iterator[int]:
 
 def _is_over_one(node: Node) -> bool:
     """Whether a softmax is over one class, which has the probability 1 then."""
-    dim, shape = saved(node, "dim"), shape_of(node)
-    if dim is None or not shape:
-        return False
-    return bool(shape[dim - 2**64 if dim >= 2**63 else dim] == 1)  # it is read unsigned
+    dim, shape = dim_of(node), shape_of(node)
+    return dim is not None and bool(shape) and shape[dim] == 1
 
 
 def _is_ignored(node: Node) -> bool:
