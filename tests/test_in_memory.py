@@ -1,11 +1,9 @@
 """The objects in memory of a class, found while other threads run."""
 
-import sys
-import threading
-
 import pytest
 
 from gradscaler._in_memory import in_memory
+from tests.support.threads import repeated_beside
 
 
 class Kept:
@@ -51,28 +49,8 @@ def test_those_of_no_class_are_none():
 
 def test_a_thread_may_make_a_tuple_meanwhile():
     kept, many = Kept(), [[i] for i in range(200_000)]  # as a framework has
-    errors, num_made, is_over = [], [], threading.Event()
-
-    def make():
-        try:
-            while not is_over.is_set():
-                num_made.append(len(tuple(i for i in range(40))))
-        except BaseException as error:
-            errors.append(error)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    threads = [threading.Thread(target=make) for _ in range(2)]
-    try:
-        for thread in threads:
-            thread.start()
+    with repeated_beside(lambda: tuple(i for i in range(40))) as errors:
         found = [in_memory(Kept) for _ in range(40)]
-    finally:
-        is_over.set()
-        for thread in threads:
-            thread.join()
-        sys.setswitchinterval(interval)
     assert found == [[kept]] * 40
-    assert set(num_made) == {40}
     assert errors == []
     assert len(many) == 200_000

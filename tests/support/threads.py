@@ -1,8 +1,10 @@
-"""Runs trainings of any framework in threads, under ``gradscaler.watch()``."""
+"""Runs threads beside a test, and trainings of any framework in some, under a watch."""
 
 import io
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,32 @@ import gradscaler
 from gradscaler._run_script import voice
 
 ENDED = "the watch ended, and the training goes on: a second thread trains"
+
+
+@contextmanager
+def repeated_beside(work: Callable[[], object]) -> Iterator[list[BaseException]]:
+    """Repeat a call in two threads, all of which take turns as often as they can; the errors."""
+    errors: list[BaseException] = []
+    is_over = threading.Event()
+
+    def repeat():
+        try:
+            while not is_over.is_set():
+                work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads, interval = [threading.Thread(target=repeat) for _ in range(2)], sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for each in threads:
+            each.start()
+        yield errors
+    finally:
+        is_over.set()
+        for each in threads:
+            each.join()
+        sys.setswitchinterval(interval)
 
 
 def _told(watched: Callable[[], object], folder: Path) -> str:

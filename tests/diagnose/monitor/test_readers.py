@@ -13,6 +13,7 @@ import torch
 from gradscaler.diagnose import Monitor, read_run
 from gradscaler.diagnose._monitor import observer
 from gradscaler.torch import GradScaler
+from tests.support.threads import repeated_beside
 from tests.support.watched import is_watched
 
 INF = float("inf")
@@ -126,29 +127,14 @@ def test_a_close_within_a_method_waits_for_its_end(tmp_path, monkeypatch):
 
 def test_a_thread_reads_while_a_training_runs():
     training = BadAtTimes(forensics=0)
-    errors, is_over = [], threading.Event()
 
     def poll():
-        try:
-            while not is_over.is_set():
-                steps = [step.step for step in training.monitor.history]
-                assert steps == list(range(1, len(steps) + 1))
-                assert training.monitor.verdict.kind
-        except BaseException as error:
-            errors.append(error)
+        steps = [step.step for step in training.monitor.history]
+        assert steps == list(range(1, len(steps) + 1))
+        assert training.monitor.verdict.kind
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    threads = [threading.Thread(target=poll) for _ in range(2)]
-    try:
-        for thread in threads:
-            thread.start()
+    with repeated_beside(poll) as errors:
         training.run(60)
-    finally:
-        is_over.set()
-        for thread in threads:
-            thread.join()
-        sys.setswitchinterval(interval)
     assert errors == []
     assert training.seen == BadAtTimes(forensics=0).run(60).seen
 
