@@ -9,6 +9,7 @@ from gradscaler.diagnose._graph.call_site import Node, aten_name, behind_forms
 from gradscaler.diagnose._graph.nodes import is_leaf, saved, shape_of
 
 _VIEWS = "view", "unsafe_view", "reshape_alias", "unsqueeze", "squeeze"
+SOFTMAXES = "softmax", "log_softmax"
 SAME = "to_copy", "clone", "expand", "slice", "alias", "native_dropout"
 
 

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from gradscaler.diagnose._graph.attention_batches import is_batch_of_attention
 from gradscaler.diagnose._graph.axes import (
     SAME,
+    SOFTMAXES,
     axis_below,
     computed_below,
     dim_of,
@@ -18,7 +19,6 @@ from gradscaler.diagnose._graph.call_site import Node
 from gradscaler.diagnose._graph.nodes import is_leaf, saved, shape_of
 
 _ELEMENTWISE = "log", "neg", "add", "sub", "div", "mul", "clamp", "clamp_min", *SAME
-_SOFTMAXES = "softmax", "log_softmax"
 _PRODUCTS = "mm", "bmm"
 _ALL_PRODUCTS = *_PRODUCTS, "addmm", "baddbmm"
 _POOLS = {"select": "last", "mean": "mean", "max": "maximum", "amax": "maximum"}
@@ -69,7 +69,7 @@ def _across(node: Node, name: str) -> Node | None:
     for _ in range(_MOST_ON_WAY):
         if maker is None or is_leaf(maker):
             return None
-        if kept_name(maker) in _SOFTMAXES:
+        if kept_name(maker) in SOFTMAXES:
             shape, dim = shape_of(maker), dim_of(maker)
             is_square = len(shape) == 2 and shape[0] == shape[1]
             if dim in (axis, None) or is_square or shape[dim] < 2:
@@ -141,7 +141,7 @@ def _is_normalised_before(softmax: Node) -> bool:
     """Whether a softmax is of what another one, or the logarithm of sums, has normalised."""
     near = computed_below(softmax)
     for node in near:  # grows meanwhile
-        if kept_name(node) in (*_SOFTMAXES, "logsumexp"):
+        if kept_name(node) in (*SOFTMAXES, "logsumexp"):
             return True
         if len(near) < _MOST_ON_WAY and kept_name(node) in _ELEMENTWISE:
             near += computed_below(node)

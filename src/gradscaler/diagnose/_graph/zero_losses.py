@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gradscaler.diagnose._gradients.reading import Tensor
-from gradscaler.diagnose._graph.axes import dim_of
+from gradscaler.diagnose._graph.axes import SOFTMAXES, dim_of
 from gradscaler.diagnose._graph.call_site import Node, aten_name
 from gradscaler.diagnose._graph.nodes import MOST_NODES, is_custom, is_leaf, saved, shape_of
 
 _MARGINS = "clamp", "clamp_min", "relu", "threshold"
-_SOFTMAX = "softmax", "log_softmax"
 _DISTANCES = "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"
 
 
@@ -67,7 +66,7 @@ def _cause_in(node: Node) -> tuple[str | None, list[Node]]:
         return "empty", []
     if name.startswith("nll_loss") and _is_ignored(node):
         return "ignored", []
-    if name in _SOFTMAX and _is_over_one(node):
+    if name in SOFTMAXES and _is_over_one(node):
         return "alone", []
     if name in _MARGINS and _is_off(node, name):
         return "margin", []

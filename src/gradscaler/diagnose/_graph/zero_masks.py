@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from gradscaler.diagnose._gradients.reading import Tensor
-from gradscaler.diagnose._graph.axes import dim_of, kept_name
+from gradscaler.diagnose._graph.axes import SOFTMAXES, dim_of, is_of_leaf, kept_name
 from gradscaler.diagnose._graph.call_site import Node, behind_forms
-from gradscaler.diagnose._graph.nodes import MOST_NODES, is_leaf, nodes_from, saved, shape_of
+from gradscaler.diagnose._graph.nodes import MOST_NODES, nodes_from, saved, shape_of
 
-_SOFTMAXES = "softmax", "log_softmax"
 _MOST_ON_WAY = 3  # casts, and products with a number, such as a temperature
 _FACTORS = "other", "self"
 _FILLS = "masked_fill", "where"
@@ -25,7 +24,7 @@ def zero_masked_in(loss: Node) -> tuple[Node, str] | None:
         if count > MOST_NODES:
             return None
         name, shape = kept_name(node), shape_of(node)
-        if name in _SOFTMAXES and (dim := dim_of(node)) is not None:
+        if name in SOFTMAXES and (dim := dim_of(node)) is not None:
             if (product := _product_before(node, dim, shape)) is not None:
                 found[node] = product
         elif name in _FILLS or (name == "mul" and _mask_of(node) is not None):
@@ -42,7 +41,7 @@ def _product_before(softmax: Node, dim: int, shape: tuple[int, ...]) -> Node | N
         name = kept_name(node)
         if name == "mul" and (mask := _mask_of(node)) is not None:
             along, scores = mask.expand(shape), next(b for b, _ in node.next_functions if b)
-            if is_leaf(scores) or shape_of(scores) != shape:
+            if is_of_leaf(scores) or shape_of(scores) != shape:
                 return None
             return node if bool((along.amax(dim) != along.amin(dim)).any()) else None
         if name not in ("to_copy", "mul", "div"):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from gradscaler.diagnose._gradients.arrays import has_numbers, local
+from gradscaler.diagnose._gradients.arrays import dense, has_numbers, local
 from gradscaler.diagnose._gradients.reading import Tensor
 from gradscaler.diagnose._graph.guard import guarded
 from gradscaler.diagnose._graph.hooks import StepHooks, weakly
@@ -254,4 +254,9 @@ def _trained(optimizer: object) -> list[Any]:
 def _parts_of(optimizer: object) -> dict[int, Tensor]:
     """The first elements of each of an optimizer's parameters, by the parameter's id."""
     held = (p for p in held_by(optimizer) if has_numbers(p))
-    return {id(p): local(p).detach().reshape(-1)[:FEW_ELEMENTS] for p in held}
+    return {id(p): part_of(p) for p in held}
+
+
+def part_of(parameter: Tensor) -> Tensor:
+    """The first elements of a parameter, where they are: nothing waits for a device."""
+    return dense(parameter).reshape(-1)[:FEW_ELEMENTS]

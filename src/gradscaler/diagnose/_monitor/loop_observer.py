@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import NamedTuple
 
-from gradscaler.diagnose._gradients.arrays import dense, has_numbers, local
+from gradscaler.diagnose._gradients.arrays import has_numbers
 from gradscaler.diagnose._gradients.reading import Tensor, inspect
 from gradscaler.diagnose._graph.call_site import Node
 from gradscaler.diagnose._graph.nodes import in_order, is_leaf, nodes_from
@@ -24,6 +24,7 @@ from gradscaler.diagnose._monitor.gradient_check import (
     nonfinite,
 )
 from gradscaler.diagnose._monitor.iterations import Iteration
+from gradscaler.diagnose._monitor.looks import part_of
 from gradscaler.diagnose._monitor.observer import EagerObserver, closes_if_asked
 from gradscaler.diagnose._monitor.parameters import any_gradient
 from gradscaler.diagnose._monitor.step_log import StepLog
@@ -31,7 +32,7 @@ from gradscaler.diagnose._monitor.streaks import MOST_NONFINITE
 from gradscaler.diagnose._record.events import Counted, Event
 from gradscaler.diagnose._record.lines import BadStep
 from gradscaler.diagnose._record.located import Located
-from gradscaler.diagnose._record.thresholds import FEW_ELEMENTS, MANY_CALLS, UNSTEPPED_LOSSES
+from gradscaler.diagnose._record.thresholds import MANY_CALLS, UNSTEPPED_LOSSES
 from gradscaler.outcome import NonfiniteGradient, StepOutcome
 
 _ALL = 0  # stands for the ids of all optimizers, in a step that the script leaves out
@@ -124,7 +125,7 @@ class LoopObserver(EagerObserver):
         self._check(iteration)
         if self._begun_with is None:
             used = [p for p in self._trained.values() if p.grad is not None][-1:]
-            self._begun_with = [(p, _part_of(p).clone()) for p in used]  # no device waits
+            self._begun_with = [(p, part_of(p).clone()) for p in used]
         self._changes = None if self._failure is None else self._num_changes()
         if self._is_in_step and any(p.grad is not None for p in self._trained.values()):
             self._has_gradients = True
@@ -410,7 +411,7 @@ class LoopObserver(EagerObserver):
         if self._held.names or not self._begun_with:  # an optimizer has stepped without a gradient
             return
         for parameter, part in self._begun_with:
-            if not bool((part == _part_of(parameter)).all()):
+            if not bool((part == part_of(parameter)).all()):
                 return
             place = new_optimizers.of_parameter(parameter)
         events += [Counted(Event.UNTAKEN, at, self._num_unstepped) for at in ("", place)]
@@ -418,11 +419,6 @@ class LoopObserver(EagerObserver):
 
     def _is_resumed(self, optimizer: object) -> bool:
         return False  # there is no scaler whose state could be missing
-
-
-def _part_of(parameter: Tensor) -> Tensor:
-    """The first elements of a parameter."""
-    return dense(local(parameter).detach()).reshape(-1)[:FEW_ELEMENTS]
 
 
 def _has_any(gradient: Tensor | None) -> bool:
